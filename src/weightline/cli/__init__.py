@@ -1,0 +1,5 @@
+"""The `weightline` command."""
+
+from weightline.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,58 @@
+"""Arguments and options that several commands share, and how a STORE argument becomes a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from weightline.service import Line
+
+STORE_HELP = "A store: its folder or a URL (unix:///…/wl.sock, file:///…). WEIGHTLINE_STORE is the default."
+
+StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help=STORE_HELP, show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine", metavar="KIND=URL", help="The live engine, e.g. embedded=http://127.0.0.1:8001."
+    ),
+]
+
+
+@contextmanager
+def opened(store: str, *, create: bool = False) -> Iterator[Line]:
+    """The line behind a STORE argument, closed at the end. Raises `StoreNotFound` unless `create`."""
+    from weightline.service import CheckpointEngine, connect
+
+    line: Line
+    if create and "://" not in store and not store.startswith("unix:"):
+        line = CheckpointEngine(storage_path=Path(store))
+    else:
+        line = connect(store)
+    try:
+        yield line
+    finally:
+        line.close()
+
+
+def parse_pairs(pairs: list[str], option: str) -> dict[str, str]:
+    """`["a=1", "b=2"]` as a dict; anything without `=` is refused by naming the option."""
+    from weightline.errors import InvalidInput
+
+    result: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InvalidInput(
+                f"{option} {pair!r} is not of the form NAME=VALUE",
+                hint=f"for example {option} trainer=state.bin",
+            )
+        if key in result:
+            raise InvalidInput(f"{option} names {key!r} twice", hint="give each name once")
+        result[key] = value
+    return result
