@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -19,8 +20,8 @@ STORE_VARIABLE = "WEIGHTLINE_STORE"
 class StoreCommand(TyperCommand):
     """A command whose first argument is STORE, which `WEIGHTLINE_STORE` may give instead.
 
-    Arguments fill from the left, so with the variable set `weightline show 3` would read 3 as the store; when an argument
-    is then missing, or the only one given is a plain number, the variable's store goes in front.
+    Arguments fill from the left, so with the variable set `weightline show 3` would read 3 as the store; when an
+    argument is then missing, or the only one is a plain number, the variable's store goes in front.
     """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -102,7 +103,7 @@ def _root(
 
 def main() -> None:
     """Entry point of the console script."""
-    from weightline.cli import history, offline, processes, writing
-
-    del history, offline, processes, writing  # imported for the commands that they register
+    # Imported for the commands that they register, in the order of `--help`.
+    for module in ("processes", "writing", "history", "offline"):
+        importlib.import_module(f"weightline.cli.{module}")
     app()

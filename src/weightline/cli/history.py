@@ -133,7 +133,7 @@ def checkout(
     ],
     json: JsonOption = False,
 ) -> None:
-    """Write a version, bit-exact, as a plain Hugging Face folder that from_pretrained and engines open as it is.
+    """Write a version, bit-exact, as a Hugging Face folder that from_pretrained and engines open as it is.
 
     Example: weightline checkout ./ckpt 7 ./policy-7
     """

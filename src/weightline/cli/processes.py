@@ -14,6 +14,33 @@ from weightline.cli.arguments import EngineOption, JsonOption, StoreArgument, op
 from weightline.cli.output import print_event, print_json, say
 
 
+@command("demo", "Start here", store=False)
+def demo(
+    model: Annotated[
+        str, typer.Option("--model", metavar="smollm2|tiny|DIR", help="The policy to train.")
+    ] = "smollm2",
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Optimizer steps; default: chosen for the model.", min=1)
+    ] = None,
+    engines: Annotated[
+        int, typer.Option("--engines", help="Rollout engines, each with its follower.", min=1)
+    ] = 2,
+    dir: Annotated[
+        Path | None, typer.Option("--dir", help="Keep the run here; default: a temporary folder, removed.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """The main job in small: server, GRPO trainer and live engines as real processes; an audit at the end.
+
+    Example: weightline demo --model tiny --steps 5
+    """
+    from weightline.demo import run_demo
+
+    report = run_demo(model=model, steps=steps, engines=engines, dir=dir, json=json)
+    if json:
+        print_json(report)
+
+
 @command("serve", "Processes")
 def serve(
     store: StoreArgument,
@@ -181,30 +208,3 @@ def check(
         say(f"{report.tensors} tensors compared with version {report.version} ({report.label}): {verdict}")
     if not report.ok:
         raise SystemExit(STATUS["integrity"].exit_code)
-
-
-@command("demo", "Start here", store=False)
-def demo(
-    model: Annotated[
-        str, typer.Option("--model", metavar="smollm2|tiny|DIR", help="The policy to train.")
-    ] = "smollm2",
-    steps: Annotated[
-        int | None, typer.Option("--steps", help="Optimizer steps; default: chosen for the model.", min=1)
-    ] = None,
-    engines: Annotated[
-        int, typer.Option("--engines", help="Rollout engines, each with its follower.", min=1)
-    ] = 2,
-    dir: Annotated[
-        Path | None, typer.Option("--dir", help="Keep the run here; default: a temporary folder, removed.")
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """The main job in small: server, GRPO trainer and live engines as real processes; an audit at the end.
-
-    Example: weightline demo --model tiny --steps 5
-    """
-    from weightline.demo import run_demo
-
-    report = run_demo(model=model, steps=steps, engines=engines, dir=dir, json=json)
-    if json:
-        print_json(report)
