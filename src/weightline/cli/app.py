@@ -20,8 +20,8 @@ STORE_VARIABLE = "WEIGHTLINE_STORE"
 class StoreCommand(TyperCommand):
     """A command whose first argument is STORE, which `WEIGHTLINE_STORE` may give instead.
 
-    Arguments fill from the left, so with the variable set `weightline show 3` would read 3 as the store; when an
-    argument is then missing, or the only one is a plain number, the variable's store goes in front.
+    Arguments fill from the left, so with the variable set `weightline show 3` would read 3 as the store. When
+    an argument is then missing, or the only one is a plain number, the variable's store goes in front.
     """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
