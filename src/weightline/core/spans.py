@@ -1,7 +1,8 @@
 """Spans: which weights sampled which output tokens.
 
-A list of spans is *canonical* when it covers output tokens 0..n without a gap, holds no empty range and never has two adjacent ranges
-with the same label. Every function here returns canonical lists; A -> B -> A stays three ranges; no tokens is `()`.
+A list of spans is *canonical* when it covers output tokens 0..n without a gap, holds no empty range and never
+has two adjacent ranges with the same label. Every function here returns canonical lists; A -> B -> A stays
+three ranges; no tokens is `()`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from weightline.errors import InvalidInput
 from weightline.types import WeightVersionSpan
 
-_HINT = "spans are half-open, start at output token 0, follow each other without a gap and cover every returned token once"
+_HINT = "spans are half-open, start at output token 0, have no gap and cover every returned token once"
 
 
 class SpanBuilder:
-    """Collects the label of each sampled token, in generation order. Memory grows with the ranges, not with the tokens."""
+    """Collects the label of each sampled token, in generation order; memory grows with the ranges, not the
+    tokens.
+    """
 
     __slots__ = ("_length", "_runs")
 
@@ -29,7 +32,9 @@ class SpanBuilder:
         return self._length
 
     def append(self, label: str, count: int = 1) -> None:
-        """`count` more tokens were sampled by the weights labelled `label`. Raises `InvalidInput` for a negative count."""
+        """`count` more tokens were sampled by the weights labelled `label`; `InvalidInput` for a negative
+        count.
+        """
         if count < 0:
             raise InvalidInput(f"span of label {label!r} has a negative token count {count}", hint=_HINT)
         if count == 0:
@@ -41,7 +46,7 @@ class SpanBuilder:
             self._runs.append((label, self._length))
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on (a stop string cut them off). Raises `InvalidInput` outside 0..len."""
+        """Forget the tokens from `length` on (a stop string cut them off); `InvalidInput` outside 0..len."""
         if not 0 <= length <= self._length:
             raise InvalidInput(f"cannot truncate {self._length} tokens to {length}", hint=_HINT)
         while self._runs and (self._runs[-2][1] if len(self._runs) > 1 else 0) >= length:
@@ -60,9 +65,9 @@ class SpanBuilder:
 
 
 def merge(*parts: Iterable[WeightVersionSpan]) -> tuple[WeightVersionSpan, ...]:
-    """The spans of one sequence from those of its consecutive parts, each of which counts its own tokens from 0.
+    """The spans of one sequence from those of its consecutive parts, each counting its own tokens from 0.
 
-    With one part: its canonical form. Raises `InvalidInput` when a part has a gap, an overlap or a reversed range.
+    With one part: its canonical form. Raises `InvalidInput` for a gap, an overlap or a reversed range.
     """
     builder = SpanBuilder()
     for part in parts:
@@ -89,15 +94,15 @@ def from_tokens(labels: Iterable[str]) -> tuple[WeightVersionSpan, ...]:
 
 
 def validate(spans: Sequence[WeightVersionSpan], length: int) -> None:
-    """Raise `InvalidInput`, naming the first fault, unless `spans` is canonical and covers exactly `length` tokens."""
+    """Raises `InvalidInput`, naming the first fault, unless `spans` is canonical over `length` tokens."""
     position, before = 0, None
     for span in spans:
         if span.start != position or span.end <= span.start:
             raise InvalidInput(_misplaced(span, position), hint=_HINT)
         if span.version == before:
             raise InvalidInput(
-                f"spans [.., {span.start}) and [{span.start}, {span.end}) both have label {before!r} and must be one",
-                hint="adjacent ranges with the same label merge: pass the list through weightline.spans.merge",
+                f"spans that meet at token {span.start} both have label {before!r} and must be one",
+                hint="adjacent ranges with the same label merge: pass the list through spans.merge",
             )
         position, before = span.end, span.version
     if position != length:
