@@ -1,0 +1,30 @@
+"""Engine kinds a follower can drive, and how `KIND=URL` is read."""
+
+from __future__ import annotations
+
+from weightline.errors import InvalidInput
+from weightline.rollout.engines.base import EngineDescription, EnginePort, Prepared, Refit
+from weightline.rollout.engines.embedded import EmbeddedEngine
+
+KINDS = ("embedded", "vllm", "sglang")
+
+__all__ = ["KINDS", "EmbeddedEngine", "EngineDescription", "EnginePort", "Prepared", "Refit", "open_engine"]
+
+
+def open_engine(engine: str, *, holder: str) -> EnginePort:
+    """The port on the engine that `KIND=URL` names. Connects on first use.
+
+    Raises `InvalidInput` for a kind that is unknown or has no adapter yet, and for a malformed URL.
+    """
+    kind, separator, url = engine.partition("=")
+    hint = f"write KIND=URL with one of {', '.join(KINDS)}, for example embedded=http://127.0.0.1:8000"
+    if not separator or not url:
+        raise InvalidInput(f"engine {engine!r} is not KIND=URL", hint=hint)
+    if kind not in KINDS:
+        raise InvalidInput(f"engine kind {kind!r} is unknown", hint=hint)
+    if kind != "embedded":
+        raise InvalidInput(
+            f"engine kind {kind!r} has no adapter in this release",
+            hint="the vLLM and SGLang adapters are later issues; the embedded engine works: embedded=URL",
+        )
+    return EmbeddedEngine(url, holder=holder)

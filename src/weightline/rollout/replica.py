@@ -1,0 +1,197 @@
+"""What a follower keeps on disk for its engine, and the one file it hands over for a refit.
+
+The bytes of every version lie in the store already, mapped from the same host, so a replica holds nothing between two refits: it takes what
+it needs from the store, for the length of one refit, into a runtime folder of its own. Every change in the file is an absolute value, so
+that applying it twice is harmless and N-1 can be made again from the store at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weightline.errors import IntegrityError, InvalidInput, StorageFull
+
+if TYPE_CHECKING:
+    from weightline.codec import Delta
+    from weightline.service.line import Line
+    from weightline.store import Manifest
+    from weightline.types import VersionRecord
+
+OWNER = "owner.json"
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Whose runtime folder this is; the process is named so that a later follower can tell whether it still lives."""
+
+    run: str
+    follower: str
+    host: str
+    pid: int
+    started: float
+    """Start time of the process, seconds since the epoch: a pid alone may have been given away again."""
+
+
+class RefitFile(msgspec.Struct, frozen=True):
+    """A delta file, absolute level, under the engine's names."""
+
+    path: Path
+    digests: dict[str, str]
+    """The engine's name -> additive digest that the tensor must have afterwards."""
+    elements: int
+    nbytes: int
+    """Size of the file in bytes."""
+    owned: bool
+    """True when the file is the replica's own, to be removed after the refit; False for a blob of the store."""
+
+
+def _process_started(pid: int) -> float | None:
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
+
+
+def default_runtime_dir() -> Path:
+    """A folder of this user's below the system's temporary folder."""
+    return Path(tempfile.gettempdir()) / f"weightline-{os.getuid()}"
+
+
+def sweep(parent: Path, *, host: str | None = None) -> list[Path]:
+    """Remove the runtime folders of followers of this host that are dead; returns what was removed.
+
+    Folders of live processes, of other hosts (another pod may share the mount) and of anything else are left alone.
+    """
+    here = host or socket.gethostname()
+    removed = []
+    for folder in sorted(parent.glob("follow-*")):
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        try:
+            owner = msgspec.json.decode((folder / OWNER).read_bytes(), type=Owner)
+        except (OSError, msgspec.DecodeError):
+            continue  # not ours to judge: a follower writes its owner file before anything else, under the final name
+        if owner.host != here:
+            continue
+        started = _process_started(owner.pid)
+        if started is None or abs(started - owner.started) > 1.0:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+class Replica:
+    """The runtime folder of one follower process: created at start, gone after `close`."""
+
+    def __init__(self, run: str, follower: str, *, parent: Path | None = None) -> None:
+        """Sweep what dead followers left in `parent` and make a folder of our own. Raises `InvalidInput`, `StorageFull`."""
+        parent = parent if parent is not None else default_runtime_dir()
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", follower)[:40]
+        name = f"follow-{run[:16]}-{safe}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        owner = Owner(run, follower, socket.gethostname(), os.getpid(), _process_started(os.getpid()) or 0.0)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            sweep(parent)
+            # Named with its owner inside from the first moment on: a sweep never sees a folder of ours without one.
+            draft = parent / f".{name}"
+            draft.mkdir()
+            (draft / OWNER).write_bytes(msgspec.json.encode(owner))
+            self.folder = draft.rename(parent / name)
+        except OSError as error:
+            raise InvalidInput(
+                f"runtime folder {parent}: {error.strerror or error}", hint="give a writable --runtime-dir"
+            ) from None
+
+    def close(self) -> None:
+        """Remove the folder and all in it. Idempotent."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def delta_file(
+        self, line: Line, record: VersionRecord, have: int, manifest: Manifest, mapping: Mapping[str, str]
+    ) -> RefitFile:
+        """One file that takes the bytes of `have` to those of `record`, however many versions lie between.
+
+        The store's own blob is used as it lies when it is exactly that and the names need no change. Raises `IntegrityError`, `VersionGone`.
+        """
+        blob = self._own_blob(line, record, have, manifest)
+        if blob is not None:
+            from weightline.codec import read_delta
+
+            delta = read_delta(blob, verify=True)
+            if all(mapping[name] == name for name in delta.changed):
+                digests = _expected(delta, manifest, mapping)
+                return RefitFile(blob, digests, delta.elements, blob.stat().st_size, owned=False)
+        else:
+            delta = line.fetch_delta(record.version, have=have)
+        return self._write(delta, manifest, mapping, f"{have}-{record.version}")
+
+    def full_file(
+        self, line: Line, record: VersionRecord, manifest: Manifest, mapping: Mapping[str, str]
+    ) -> RefitFile:
+        """All tensors of `record` in full: right whatever the engine holds now. Raises `IntegrityError`, `VersionGone`."""
+        from weightline.codec import full
+
+        return self._write(full(line.load(record.version)), manifest, mapping, f"full-{record.version}")
+
+    def discard(self, file: RefitFile) -> None:
+        """Remove a file that this replica wrote; a blob of the store stays."""
+        if file.owned:
+            file.path.unlink(missing_ok=True)
+
+    def _own_blob(self, line: Line, record: VersionRecord, have: int, manifest: Manifest) -> Path | None:
+        if record.base != have:
+            return None
+        for blob in manifest.blobs:
+            if blob.role == "delta":
+                path = line.root / record.folder / blob.name
+                _check_blob(path, blob.nbytes, blob.sha256)
+                return path
+        return None
+
+    def _write(self, delta: Delta, manifest: Manifest, mapping: Mapping[str, str], stem: str) -> RefitFile:
+        from weightline.codec import write_delta
+
+        digests = _expected(delta, manifest, mapping)
+        path = self.folder / f"{stem}-{uuid.uuid4().hex[:8]}.safetensors"
+        try:
+            nbytes = write_delta(delta.renamed(mapping), path, level="absolute")
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise StorageFull(f"{path}: {error.strerror or error}", hint="free space, or give another --runtime-dir") from None
+        return RefitFile(path, digests, delta.elements, nbytes, owned=True)
+
+
+def _expected(delta: Delta, manifest: Manifest, mapping: Mapping[str, str]) -> dict[str, str]:
+    """The digests that the manifest promises for the tensors that `delta` changes, under the engine's names."""
+    promised = {entry.spec.name: entry.digest for entry in manifest.tensors}
+    wrong = [name for name in delta.changed if delta.change(name).digest != promised.get(name)]
+    if wrong:
+        raise IntegrityError(
+            f"version {manifest.version}: the delta leads to other bytes than the manifest names for {', '.join(wrong)}",
+            hint="run `weightline verify --deep`",
+        )
+    return {mapping[name]: promised[name] for name in delta.changed}
+
+
+def _check_blob(path: Path, nbytes: int, sha256: str) -> None:
+    hint = "run `weightline verify --deep`"
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise IntegrityError(f"{path}: the blob is missing", hint=hint) from None
+    if size != nbytes or digest != sha256:
+        raise IntegrityError(f"{path}: the blob is not what its manifest says ({size} of {nbytes} bytes)", hint=hint)
