@@ -1,6 +1,7 @@
 """The one interface over every door to a store: embedded, `file:`, a server on a Unix socket.
 
-`CheckpointEngine` (embedded), the server's client and the serverless reader all implement `Line`; code that takes a `Line` works with any of them.
+`CheckpointEngine` (embedded), the server's client and the serverless reader all implement `Line`; code that
+takes a `Line` works with any of them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Line(Protocol):
     ) -> int:
         """Make `weights` durable and visible as the next version, and return its number.
 
-        Raises `InvalidInput` (unknown, missing or reshaped tensor without `anchor=True`; a label that is not new in the run),
-        `WriterFenced`, `StorageFull`, `Unavailable`. After any error the newest version is what it was.
+        Raises `InvalidInput` (unknown, missing or reshaped tensor without `anchor=True`; a label that is not
+        new in the run), `WriterFenced`, `StorageFull`, `Unavailable`. After any error the newest version is
+        what it was.
         """
         ...
 
@@ -59,7 +61,9 @@ class Line(Protocol):
         ...
 
     def wait_for_update(self, timeout: float | None = None, after: int | None = None) -> int | None:
-        """Newest version > `after` (default: what this handle last returned); None when `timeout` seconds passed."""
+        """Newest version > `after` (default: what this handle last returned); None when `timeout` seconds
+        passed.
+        """
         ...
 
     def fetch_delta(self, version: int, have: int | None = None) -> Delta:
@@ -79,7 +83,9 @@ class Line(Protocol):
         ...
 
     def latest(self) -> int | None:
-        """Newest version, or None in an empty store. Yanked and abandoned versions count: a number is never free again."""
+        """Newest version, or None in an empty store. Yanked and abandoned versions count: a number is never
+        free again.
+        """
         ...
 
     def record(self, version: int) -> VersionRecord:
@@ -95,11 +101,15 @@ class Line(Protocol):
         ...
 
     def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
-        """Name -> array, bit-exact and verified (bf16 and fp8 through `ml_dtypes`). Raises `VersionGone`, `IntegrityError`."""
+        """Name -> array, bit-exact and verified (bf16 and fp8 through `ml_dtypes`). Raises `VersionGone`,
+        `IntegrityError`.
+        """
         ...
 
     def recover(self) -> Recovered:
-        """The newest version that has attachments: `.version .step .weights() .attachments`. Raises `VersionNotFound` if none."""
+        """The newest version that has attachments: `.version .step .weights() .attachments`. Raises
+        `VersionNotFound` if none.
+        """
         ...
 
     def close(self) -> None:

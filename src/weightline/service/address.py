@@ -1,0 +1,164 @@
+"""Where a line is reached: URLs, listen addresses, runtime folders, and the limits of Unix sockets."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote, unquote, urlsplit
+
+from msgspec import Struct
+
+from weightline.errors import InvalidInput
+
+SOCKET_NAME = "wl.sock"
+MAX_SOCKET_BYTES = 107
+"""`sockaddr_un.sun_path` is 108 bytes on Linux, the closing NUL included (unix(7))."""
+
+FORMS = "unix:///path/wl.sock, grpc://host:port, file:///dir or a folder"
+
+
+class Address(Struct, frozen=True):
+    """A parsed URL: `path` for unix and file, `host` and `port` for grpc."""
+
+    scheme: Literal["unix", "grpc", "file"]
+    path: Path = Path()
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.scheme == "grpc":
+            return f"grpc://{_bracketed(self.host)}:{self.port}"
+        return f"{self.scheme}://{self.path}"
+
+    @property
+    def target(self) -> str:
+        """What gRPC calls it."""
+        if self.scheme == "grpc":
+            return f"{_bracketed(self.host)}:{self.port}"
+        return "unix:" + quote(str(self.path))
+
+
+def parse(url: str | Path) -> Address:
+    """The address behind `url`. Raises `InvalidInput` for a form that is not known or not there yet."""
+    text = str(url)
+    if text == "":
+        raise InvalidInput("the store's address is empty", hint=f"give {FORMS}")
+    scheme, colon, rest = text.partition(":")
+    if isinstance(url, Path) or not colon or "/" in scheme:
+        return Address("file", Path(text).expanduser().absolute())
+    if scheme == "s3":
+        raise InvalidInput(
+            f"{text}: s3:// stores are not in this version",
+            hint="use a folder, file:///dir or unix:///socket",
+        )
+    if scheme in ("unix", "file"):
+        return Address(scheme, _url_path(text, rest))  # type: ignore[arg-type]
+    if scheme == "grpc":
+        host, port = split_host_port(rest.removeprefix("//"), what=text)
+        return Address("grpc", host=host, port=port)
+    raise InvalidInput(f"{text}: unknown address scheme {scheme!r}", hint=f"give {FORMS}")
+
+
+def _url_path(text: str, rest: str) -> Path:
+    if rest.startswith("//"):
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise InvalidInput(
+                f"{text}: a path must follow three slashes",
+                hint=f"did you mean {parts.scheme}:///{rest[2:]} ?",
+            )
+        rest = rest[2 + len(parts.netloc) :]
+    path = Path(unquote(rest)).expanduser()
+    if rest == "" or "\0" in str(path):
+        raise InvalidInput(f"{text}: there is no path in it", hint=f"give {FORMS}")
+    return path.absolute()
+
+
+def split_host_port(text: str, *, what: str) -> tuple[str, int]:
+    """`HOST:PORT`, IPv6 hosts in brackets. Raises `InvalidInput` naming `what`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise InvalidInput(
+            f"{what}: not of the form HOST:PORT", hint="for example 127.0.0.1:7070; port 0 takes a free one"
+        )
+    return host, int(port)
+
+
+def loopback(text: str, *, what: str) -> tuple[str, int]:
+    """`HOST:PORT` when only this machine can reach it, else `InvalidInput`: there is no TLS and no token in
+    this version.
+    """
+    host, port = split_host_port(text, what=what)
+    try:
+        inside = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        inside = False
+    if not inside:
+        raise InvalidInput(
+            f"{what} {text}: {host} is not a loopback address, and this version has neither TLS nor tokens",
+            hint="listen on 127.0.0.1 or [::1]; reach it from another machine through an SSH tunnel",
+        )
+    return host, port
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def bracketed(host: str, port: int) -> str:
+    """`HOST:PORT` as gRPC and URLs write it."""
+    return f"{_bracketed(host)}:{port}"
+
+
+def check_socket_path(path: Path) -> Path:
+    """`path` when the kernel takes it as a Unix socket, else `InvalidInput` with the remedy."""
+    size = len(os.fsencode(path))
+    if size > MAX_SOCKET_BYTES:
+        raise InvalidInput(
+            f"{path}: a Unix socket path of {size} bytes; the limit is {MAX_SOCKET_BYTES}",
+            hint="give a shorter one with --listen unix:/tmp/wl.sock, or a shorter --runtime-dir",
+        )
+    return path
+
+
+def listen_path(listen: str) -> Path:
+    """The socket path of `--listen unix:PATH`. Raises `InvalidInput`."""
+    address = parse(listen)
+    if address.scheme != "unix":
+        raise InvalidInput(f"--listen {listen}: only unix:PATH", hint="use --grpc HOST:PORT for TCP")
+    return check_socket_path(address.path)
+
+
+def default_runtime_dir(root: Path) -> Path:
+    """A short folder for one user and one store: below `XDG_RUNTIME_DIR`, else below the temporary folder."""
+    mark = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:12]
+    xdg = os.environ.get("XDG_RUNTIME_DIR")
+    if xdg and os.access(xdg, os.W_OK | os.X_OK):
+        return Path(xdg) / "weightline" / mark
+    return Path(tempfile.gettempdir()) / f"weightline-{os.getuid()}" / mark
+
+
+def make_runtime_dir(path: Path) -> Path:
+    """Create `path` for this user only. Raises `InvalidInput` when others own it or may write there."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        raise InvalidInput(
+            f"runtime folder {path}: {error.strerror}",
+            hint="name a folder that you may create with --runtime-dir",
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise InvalidInput(
+            f"runtime folder {path} belongs to user {found.st_uid}", hint="name another with --runtime-dir"
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise InvalidInput(f"runtime folder {path} can be written by everybody", hint=f"chmod go-w {path}")
+    return path

@@ -1,0 +1,108 @@
+"""The background cleaner: retention and abandoned stagings, one process at a time, out of the trainer's way."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from weightline.errors import InvalidInput, WeightlineError
+from weightline.service.presence import OwnerLock
+from weightline.store import Store
+
+log = logging.getLogger("weightline.cleaner")
+
+LOCK_NAME = "cleaner.lock"
+LEASE_SECONDS = 120.0
+
+
+class Cleaner:
+    """A thread that cleans every `interval` seconds, on a store handle of its own.
+
+    `live` tells subscriber -> version it serves: each is leased before anything is retired, so that retention
+    never removes what a live subscriber still needs. A pass that fails is a warning; the next one tries
+    again.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        max_versions: int,
+        disk_budget: int | None,
+        interval: float,
+        name: str,
+        live: Callable[[], dict[str, int]] = dict,
+    ) -> None:
+        check_settings(max_versions=max_versions, disk_budget=disk_budget, cleanup_interval=interval)
+        self._root = root
+        self._max_versions = max_versions
+        self._disk_budget = disk_budget
+        self._interval = interval
+        self._name = name
+        self._live = live
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.passes = 0
+        """Passes that were completed."""
+
+    def start(self) -> None:
+        """Begin. The first pass comes after one interval, so that starting is never slow."""
+        if self._disk_budget is None:
+            # A quarter of what is free when we start: deltas are small, and any of them may be asked for
+            # later.
+            self._disk_budget = max(1, shutil.disk_usage(self._root).free // 4)
+        self._thread = threading.Thread(
+            target=self._work, name=f"weightline-cleaner-{self._name}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the pass that is under way. Idempotent."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                self.clean()
+            except (WeightlineError, OSError) as error:
+                log.warning("cleaning %s failed, next try in %g s: %s", self._root, self._interval, error)
+
+    def clean(self) -> bool:
+        """One pass. False when another process cleans now."""
+        lock = OwnerLock.take(self._root / LOCK_NAME)
+        if lock is None:
+            return False
+        try:
+            store = Store.open(self._root)
+            leases = [
+                store.lease((version,), owner=f"subscriber:{name}", ttl=LEASE_SECONDS)
+                for name, version in self._live().items()
+            ]
+            try:
+                store.collect(max_versions=self._max_versions, disk_budget=self._disk_budget)
+                store.sweep()
+            finally:
+                for lease in leases:
+                    store.release(lease)
+        finally:
+            lock.release()
+        self.passes += 1
+        return True
+
+
+def check_settings(
+    *, max_versions: int, disk_budget: int | None, cleanup_interval: float, sync_timeout: float = 1.0
+) -> None:
+    """Raises `InvalidInput` naming the setting that cannot be."""
+    if isinstance(max_versions, bool) or not isinstance(max_versions, int) or max_versions < 1:
+        raise InvalidInput(f"max_versions is {max_versions!r}", hint="keep at least 1 version")
+    if disk_budget is not None and disk_budget < 1:
+        raise InvalidInput(f"disk_budget is {disk_budget!r}", hint="give bytes, at least 1, or None")
+    for name, value in (("cleanup_interval", cleanup_interval), ("sync_timeout", sync_timeout)):
+        if not 0 < value < threading.TIMEOUT_MAX:
+            raise InvalidInput(f"{name} is {value!r}", hint="give seconds, more than 0")

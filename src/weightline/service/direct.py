@@ -1,0 +1,221 @@
+"""A line without a server: straight on the store's folder. `file:///dir`, and the ground under the other
+doors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+
+from weightline.errors import InvalidInput
+from weightline.service.feed import Feed
+from weightline.service.lane import CommitLane
+from weightline.service.line import Weights
+from weightline.service.subscribers import Roll
+from weightline.service.wire import Subscriber
+from weightline.store import Store, Writer
+from weightline.types import Ack, Verification, VersionRecord
+
+if TYPE_CHECKING:
+    from weightline.codec import Delta
+    from weightline.store import Manifest, Recovered, Staged
+
+
+class DirectLine:
+    """The verbs of `Line` on a store's folder. Opening and reading fences nobody; the first commit takes the
+    epoch.
+    """
+
+    def __init__(self, store: Store, *, sync_timeout: float = 30.0) -> None:
+        self._store = store
+        self._sync_timeout = sync_timeout
+        self._writer: Writer | None = None
+        self._feed = Feed(store.refresh)
+        self._lane = CommitLane(self._commit_now, name="weightline-commit")
+
+    @property
+    def run(self) -> str:
+        """Id of the run that the store belongs to."""
+        return self._store.run
+
+    @property
+    def root(self) -> Path:
+        """The store's folder."""
+        return self._store.root
+
+    def commit(
+        self,
+        weights: Weights | str | Path | Delta,
+        *,
+        step: int | None = None,
+        partial: bool = False,
+        anchor: bool = False,
+        attachments: Mapping[str, Path | str | bytes] | None = None,
+        label: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        model_files: str | Path | None = None,
+        commit_id: str | None = None,
+        check_finite: bool = False,
+    ) -> int:
+        """`Line.commit`: after every commit that this handle was asked for before."""
+        options: dict[str, Any] = {
+            "step": step,
+            "partial": partial,
+            "anchor": anchor,
+            "attachments": attachments,
+            "label": label,
+            "metadata": metadata,
+            "model_files": model_files,
+            "commit_id": commit_id,
+            "check_finite": check_finite,
+        }
+        return self._lane.run(weights, options)
+
+    def commit_async(self, weights: Weights, **options: Any) -> Future[int]:
+        """`Line.commit_async`: `weights` may change as soon as this returns.
+
+        Attachments that are given as paths are read in the background: leave those files alone until the
+        future is done. A failure is raised by the future, and once more by the next commit of this handle.
+        """
+        unknown = sorted(set(options) - COMMIT_OPTIONS)
+        if unknown:
+            raise InvalidInput(
+                f"commit_async: unknown option {', '.join(unknown)}",
+                hint=f"the options are those of commit: {', '.join(sorted(COMMIT_OPTIONS))}",
+            )
+        return self._lane.submit(weights, dict(options))
+
+    def wait_for_update(self, timeout: float | None = None, after: int | None = None) -> int | None:
+        """`Line.wait_for_update`: rung by commits of this handle, found by probing the log for all others."""
+        return self._feed.wait(timeout, after)
+
+    def fetch_delta(self, version: int, have: int | None = None) -> Delta:
+        """`Line.fetch_delta`."""
+        return self._store.fetch_delta(version, have)
+
+    def ack(
+        self,
+        version: int,
+        subscriber: str,
+        *,
+        verified: Verification = "none",
+        pause_ms: float | None = None,
+        detail: str = "",
+    ) -> None:
+        """`Line.ack`."""
+        ack = Ack(
+            subscriber=subscriber,
+            version=version,
+            verified=verified,
+            at=time.time(),
+            pause_ms=pause_ms,
+            detail=detail,
+        )
+        self._send_ack(ack)
+
+    def latest(self) -> int | None:
+        """`Line.latest`."""
+        return self._store.refresh()
+
+    def record(self, version: int) -> VersionRecord:
+        """`Line.record`."""
+        self._store.refresh()
+        return self._store.record(version)
+
+    def versions(self) -> list[VersionRecord]:
+        """`Line.versions`."""
+        self._store.refresh()
+        return self._store.versions()
+
+    def manifest(self, version: int) -> Manifest:
+        """`Line.manifest`."""
+        return self._store.manifest(version)
+
+    def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
+        """`Line.load`."""
+        if like not in ("numpy", "torch"):
+            raise InvalidInput(f"load: like={like!r}", hint='"numpy" or "torch"')
+        weights = self._store.load(version)
+        return {name: to_torch(array) for name, array in weights.items()} if like == "torch" else weights
+
+    def recover(self) -> Recovered:
+        """`Line.recover`."""
+        self._store.refresh()
+        return self._store.recover()
+
+    def subscribers(self) -> tuple[Subscriber, ...]:
+        """How far each subscriber has come; "lagging" after `sync_timeout` seconds without the ack."""
+        newest = self._store.refresh()
+        roll = Roll(sync_timeout=self._sync_timeout)
+        roll.restore(self._store.acks())
+        return roll.states(newest, lambda v: self._store.record(v).committed_at, now=time.time())
+
+    def close(self) -> None:
+        """`Line.close`: commits that were taken are finished first."""
+        self._feed.close()
+        self._lane.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # inside; the lane lets one commit in at a time
+
+    def _commit_now(self, weights: Any, options: Mapping[str, Any]) -> int:
+        if self._writer is None:
+            self._writer = self._store.writer()
+        staged = self._writer.stage(weights, **options)
+        record = self._publish(self._writer, staged)
+        self._feed.announce(record.version)
+        return record.version
+
+    def _publish(self, writer: Writer, staged: Staged) -> VersionRecord:
+        return writer.publish(staged)
+
+    def _send_ack(self, ack: Ack) -> None:
+        self._store.ack(ack)
+
+
+def to_torch(array: np.ndarray[Any, Any]) -> Any:
+    """The array as a `torch.Tensor` over the same memory, bit for bit; bf16 and fp8 included.
+
+    torch knows ml_dtypes' types by name only, so the bits go over as integers and are viewed. Loaded by name:
+    this layer works without torch, and only somebody who asks for tensors has it.
+    """
+    torch = importlib.import_module("torch")
+    plain = array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")
+    name = _TORCH_NAMES.get(plain.dtype.name)
+    if name is None:
+        return torch.from_numpy(plain)
+    carrier = plain.view(np.uint8 if plain.dtype.itemsize == 1 else np.int16)
+    return torch.from_numpy(carrier).view(getattr(torch, name))
+
+
+_TORCH_NAMES = {"bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
+
+COMMIT_OPTIONS = frozenset(
+    {
+        "step",
+        "partial",
+        "anchor",
+        "attachments",
+        "label",
+        "metadata",
+        "model_files",
+        "commit_id",
+        "check_finite",
+    }
+)

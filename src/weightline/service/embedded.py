@@ -1,0 +1,89 @@
+"""`CheckpointEngine`: the whole line inside one process, store and cleaner included."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from weightline.errors import InvalidInput
+from weightline.service.cleaner import Cleaner, check_settings
+from weightline.service.direct import DirectLine
+from weightline.store import Store
+
+if TYPE_CHECKING:
+    from weightline.codec import Delta
+
+
+class CheckpointEngine(DirectLine):
+    """A `Line` on a folder of this host, which is created when missing; the embedded form of the server.
+
+    `start()` (or `with`) begins background cleaning: every `cleanup_interval` seconds, with at most
+    `max_versions` anchors and `disk_budget` bytes kept (default: a quarter of what is free at start). The
+    verbs work before it too. A subscriber that has not acked within `sync_timeout` seconds counts as lagging.
+    Raises `InvalidInput` for settings that cannot be, `FormatError` for a store of another format.
+    """
+
+    def __init__(
+        self,
+        storage_path: str | Path,
+        max_versions: int = 20,
+        sync_timeout: float = 30.0,
+        cleanup_interval: float = 60.0,
+        disk_budget: int | None = None,
+    ) -> None:
+        check_settings(
+            max_versions=max_versions,
+            disk_budget=disk_budget,
+            cleanup_interval=cleanup_interval,
+            sync_timeout=sync_timeout,
+        )
+        root = Path(storage_path).expanduser().absolute()
+        super().__init__(Store.open(root, create=True), sync_timeout=sync_timeout)
+        self._cleaner = Cleaner(
+            root,
+            max_versions=max_versions,
+            disk_budget=disk_budget,
+            interval=cleanup_interval,
+            name="embedded",
+        )
+        self._state_lock = threading.Lock()
+        self._state = "new"
+
+    def start(self) -> Self:
+        """Begin background cleaning. Idempotent; raises `InvalidInput` after `close`."""
+        with self._state_lock:
+            if self._state == "closed":
+                raise InvalidInput(
+                    "this CheckpointEngine is closed", hint="make a new one on the same storage_path"
+                )
+            if self._state == "new":
+                self._cleaner.start()
+                self._state = "started"
+        return self
+
+    def close(self) -> None:
+        """Finish the commits that were taken, end every thread. Idempotent."""
+        with self._state_lock:
+            self._state = "closed"
+        super().close()
+        self._cleaner.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+
+def compute_delta(
+    current: Mapping[str, Any], last_committed: Mapping[str, Any], threshold: float = 0
+) -> Delta:
+    """What changed between two sets of weights (name -> `numpy.ndarray` or `torch.Tensor`), for `commit` to
+    take.
+
+    Names, shapes and dtypes must be equal, else `InvalidInput` lists every difference. `threshold` 0 compares
+    bits and loses nothing. Greater than 0, an element whose relative change is at most `threshold` counts as
+    unchanged: then the committed version differs from `current` in those elements.
+    """
+    from weightline.codec import diff
+
+    return diff(last_committed, current, threshold=threshold)
