@@ -1,0 +1,7 @@
+"""Audit: proves or refutes the labels of a rollout file by replaying it."""
+
+from __future__ import annotations
+
+from weightline.audit.replay import TIE_MARGIN, Mismatch, ReplayReport, VersionTally, replay
+
+__all__ = ["TIE_MARGIN", "Mismatch", "ReplayReport", "VersionTally", "replay"]
