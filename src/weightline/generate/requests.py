@@ -1,0 +1,178 @@
+"""One request on its way through the engine: its sequences, what they have sampled, and who hears of it.
+
+A *context position* counts prompt and output tokens together from 0; an *output index* counts output tokens
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+from uuid import uuid4
+
+from msgspec import Struct
+
+from weightline.core.spans import SpanBuilder
+from weightline.generate.sampling import SamplingParams, TokenLogprobs, generator_for
+from weightline.types import WeightVersionSpan
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """The final output of one sequence."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    weight_versions: tuple[WeightVersionSpan, ...]
+    """Canonical, over output indexes: the label live in the step that sampled each token."""
+    kv_weight_versions: tuple[WeightVersionSpan, ...]
+    """Over context positions: the label whose weights computed the keys and values there, as they stood at
+    the end. The last output token's were never computed.
+    """
+    kv_recomputed_at: tuple[int, ...]
+    """Output indexes before whose sampling all keys and values were computed anew, under the label of that
+    token.
+    """
+
+
+class Chunk(Struct, frozen=True, kw_only=True):
+    """What one step brought to one sequence. The last chunk of a sequence, and only that one, has `final`."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    final: Completion | None = None
+
+
+Sink = Callable[[Chunk], None]
+"""Called on the engine thread, in order, with one final chunk per sequence. Must not block or raise."""
+
+
+class Sequence:
+    """One output of a request. Only the engine thread touches it.
+
+    Invariant: keys and values of the first `computed` context positions are in its cache row. A step
+    computes those of further positions, and samples when all positions are covered; so prefill, decode and
+    recomputation are one rule.
+    """
+
+    __slots__ = (
+        "computed",
+        "finished",
+        "generator",
+        "index",
+        "kv",
+        "logprobs",
+        "output",
+        "poisoned",
+        "recomputed_at",
+        "request",
+        "spans",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.output: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.spans = SpanBuilder()
+        self.kv = SpanBuilder()
+        self.recomputed_at: list[int] = []
+        self.computed = 0
+        self.poisoned = False
+        """Its logits were not finite, so its cache row may hold NaN and is cleared when it is left."""
+        self.finished = False
+        self.generator: torch.Generator | None = generator_for(request.params, index)
+
+    @property
+    def length(self) -> int:
+        """Context positions so far."""
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def pending(self) -> int:
+        """Context positions whose keys and values the next sampling still needs."""
+        return self.length - self.computed
+
+    def context(self, start: int, stop: int) -> list[int]:
+        """Token ids at context positions `start` to `stop`."""
+        prompt = self.request.prompt
+        if start >= len(prompt):
+            return self.output[start - len(prompt) : stop - len(prompt)]
+        return (list(prompt[start:stop]) + self.output[: max(0, stop - len(prompt))])[: stop - start]
+
+    def cover(self, label: str, count: int) -> None:
+        """Keys and values of `count` more positions were computed under `label`."""
+        self.computed += count
+        self.kv.append(label, count)
+
+    def forget_kv(self) -> None:
+        """Compute all keys and values anew in the next step; a pass that was under way starts over."""
+        if self.output and (not self.recomputed_at or self.recomputed_at[-1] != len(self.output)):
+            self.recomputed_at.append(len(self.output))
+        self.computed = 0
+        self.kv = SpanBuilder()
+
+    def take_kv_of(self, other: Sequence) -> None:
+        """The cache row of `other` was copied to this sequence's row."""
+        self.computed = other.computed
+        for span in other.kv.spans():
+            self.kv.append(span.version, span.end - span.start)
+
+    def accept(self, token: int, label: str, logprobs: TokenLogprobs | None) -> None:
+        """A step under `label` sampled `token`."""
+        self.output.append(token)
+        self.spans.append(label)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def complete(self, reason: FinishReason) -> Completion:
+        """The final output, with what was sampled so far."""
+        self.finished = True
+        return Completion(
+            index=self.index,
+            token_ids=tuple(self.output),
+            logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
+            finish_reason=reason,
+            weight_versions=self.spans.spans(),
+            kv_weight_versions=self.kv.spans(),
+            kv_recomputed_at=tuple(i for i in self.recomputed_at if i < len(self.output)),
+        )
+
+
+class Request:
+    """One prompt with `params.n` sequences. Internal ids are unique; the caller's id may repeat once its
+    request has ended, or even before.
+    """
+
+    __slots__ = ("external_id", "id", "max_tokens", "params", "prompt", "sequences", "sink", "stop_ids")
+
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        external_id: str,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self.id = uuid4().hex
+        self.external_id = external_id
+        self.prompt = prompt
+        self.params = params
+        self.sink = sink
+        self.max_tokens = max_tokens
+        self.stop_ids = stop_ids
+        self.sequences = tuple(Sequence(self, i) for i in range(params.n))
+
+    @property
+    def live(self) -> tuple[Sequence, ...]:
+        """Sequences that have not ended."""
+        return tuple(s for s in self.sequences if not s.finished)

@@ -1,0 +1,124 @@
+"""`serve_engine`: one engine process, from a model folder to a port."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from weightline.errors import InvalidInput, Unavailable
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `Unavailable` for a port in use, `InvalidInput` for an address that is
+    none; nothing is loaded before it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise InvalidInput(
+            f"cannot listen on {host}:{port}: {error}", hint="give an address of this machine"
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise Unavailable(
+            f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}",
+            hint="stop what uses it, or give another --port",
+        ) from error
+    return listener
+
+
+def serve_engine(
+    model: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int,
+    dtype: str = "auto",
+    max_num_seqs: int = 16,
+    max_model_len: int = 2048,
+    session_timeout: float = 30.0,
+    threads: int | None = None,
+    ready: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Run the rollout engine until SIGINT or SIGTERM. `port` 0 takes a free one; `threads` None leaves the
+    choice to torch.
+
+    `ready` is called once it answers, with `url`, `port`, `pid`, `instance`, `model` and `load_s`. Raises
+    `InvalidInput` (model folder, dtype, limits), `FormatError` (damaged weights) and `Unavailable` (port in
+    use).
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    listener = bind(host, port)
+    try:
+        _serve(
+            listener, host, Path(model), dtype, max_num_seqs, max_model_len, session_timeout, threads, ready
+        )
+    finally:
+        listener.close()
+
+
+def _serve(
+    listener: socket.socket,
+    host: str,
+    folder: Path,
+    dtype: str,
+    max_num_seqs: int,
+    max_model_len: int,
+    session_timeout: float,
+    threads: int | None,
+    ready: Callable[[dict[str, Any]], None] | None,
+) -> None:
+    started = time.monotonic()
+    import torch
+    import uvicorn
+
+    from weightline import codec
+    from weightline.generate.app import build_app
+    from weightline.generate.engine import Engine, EngineOptions
+    from weightline.generate.model import load_model
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options = EngineOptions(
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, session_timeout=session_timeout
+    )
+    # Compiled before the engine reports ready: a compilation inside a pause would be the longest pause of
+    # the run.
+    codec.warm()
+    engine = Engine(load_model(folder, dtype=dtype, max_model_len=max_model_len), options)
+    taken = listener.getsockname()[1]
+    facts = {
+        "url": f"http://{f'[{host}]' if ':' in host else host}:{taken}",
+        "port": taken,
+        "pid": os.getpid(),
+        "instance": engine.instance,
+        "model": str(folder),
+        "load_s": round(time.monotonic() - started, 3),
+    }
+
+    app = build_app(engine)
+
+    @asynccontextmanager
+    async def lifespan(_app: Any) -> Any:
+        if ready is not None:
+            ready(facts)
+        yield
+        # Ends running requests with their terminal event, so that no client waits for ever.
+        engine.stop()
+
+    app.router.lifespan_context = lifespan
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=5
+    )
+    with engine:
+        uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,130 @@
+"""The step: one pass of the loop through the model. The label is read once, before it, and stamps every
+token that it samples.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from weightline.generate.kv import SlotCache
+from weightline.generate.model import LoadedModel
+from weightline.generate.requests import Chunk, FinishReason, Sequence
+from weightline.generate.sampling import GREEDY_BELOW, raw_logprobs, sample
+from weightline.generate.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Stepper:
+    """Runs steps over a scheduler's rows. Only the engine thread calls it."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: SlotCache,
+        scheduler: Scheduler,
+        *,
+        max_model_len: int,
+        prefill_tokens: int,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.scheduler = scheduler
+        self.max_model_len = max_model_len
+        self.prefill_tokens = prefill_tokens
+        self.steps = 0
+        self.sampled = 0
+
+    def step(self, label: str, *, admit: bool = True) -> None:
+        """Compute prompts for at most `prefill_tokens` positions, then one token for every row that is
+        ready.
+        """
+        self.steps += 1
+        scheduler, budget = self.scheduler, self.prefill_tokens
+        while budget > 0:
+            if scheduler.ready == len(scheduler.rows) and not (admit and scheduler.admit()):
+                break
+            budget -= self._prefill(budget, label)
+        if scheduler.ready:
+            self._decode(label)
+
+    def _prefill(self, budget: int, label: str) -> int:
+        scheduler, row = self.scheduler, self.scheduler.ready
+        sequence = scheduler.rows[row]
+        start, count = sequence.computed, min(budget, sequence.pending)
+        mask = self.cache.for_prefill(row, start, count, self.model.dtype, self.model.device)
+        tokens = torch.tensor([sequence.context(start, start + count)], device=self.model.device)
+        positions = torch.arange(start, start + count, device=self.model.device)[None]
+        logits = self.model.logits(tokens, positions, mask, self.cache)
+        sequence.cover(label, count)
+        if sequence.pending == 0:
+            siblings = scheduler.computed_prompt(sequence)
+            self._sample(siblings, logits.expand(len(siblings), -1), label)
+        return count
+
+    def _decode(self, label: str) -> None:
+        rows = self.scheduler.rows[: self.scheduler.ready]
+        places = [s.computed for s in rows]
+        mask = self.cache.for_decode(places, self.model.dtype, self.model.device)
+        tokens = torch.tensor(
+            [s.context(p, p + 1) for s, p in zip(rows, places, strict=True)], device=self.model.device
+        )
+        positions = torch.tensor(places, device=self.model.device)[:, None]
+        logits = self.model.logits(tokens, positions, mask, self.cache)
+        for sequence in rows:
+            sequence.cover(label, 1)
+        self._sample(rows, logits, label)
+
+    def _sample(self, sequences: list[Sequence], logits: torch.Tensor, label: str) -> None:
+        finite = torch.isfinite(logits.amax(-1)).tolist()
+        greedy = logits.argmax(-1).tolist()
+        for i, sequence in enumerate(sequences):
+            if not finite[i]:
+                sequence.poisoned = True
+                log.error(
+                    "request %s: logits are not finite under label %s", sequence.request.external_id, label
+                )
+                self.finish(sequence, "error")
+                continue
+            params = sequence.request.params
+            token = (
+                greedy[i]
+                if params.temperature < GREEDY_BELOW
+                else sample(logits[i], params, sequence.generator)
+            )
+            logprobs = None if params.logprobs is None else raw_logprobs(logits[i], token, params.logprobs)
+            sequence.accept(token, label, logprobs)
+            self.sampled += 1
+            reason = self._ended(sequence, token)
+            chunk_logprobs = None if logprobs is None else (logprobs,)
+            if reason is None:
+                sequence.request.sink(
+                    Chunk(index=sequence.index, token_ids=(token,), logprobs=chunk_logprobs)
+                )
+            else:
+                final = sequence.complete(reason)
+                self.scheduler.leave(sequence)
+                sequence.request.sink(
+                    Chunk(index=sequence.index, token_ids=(token,), logprobs=chunk_logprobs, final=final)
+                )
+
+    def _ended(self, sequence: Sequence, token: int) -> FinishReason | None:
+        request = sequence.request
+        if token in request.stop_ids:
+            return "stop"
+        if len(sequence.output) >= request.max_tokens or sequence.length >= self.max_model_len:
+            return "length"
+        return None
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence without a new token: its terminal chunk, then its row is free. A second end does
+        nothing.
+        """
+        if sequence.finished:
+            return
+        final = sequence.complete(reason)
+        self.scheduler.leave(sequence)
+        empty = () if sequence.request.params.logprobs is not None else None
+        sequence.request.sink(Chunk(index=sequence.index, token_ids=(), logprobs=empty, final=final))
