@@ -19,7 +19,7 @@ def follow(
     store_url: str,
     engine: str,
     *,
-    id: str,  # noqa: A002 - the name users know
+    id: str,
     at: int | None = None,
     hold: bool = False,
     runtime_dir: Path | None = None,
@@ -28,12 +28,14 @@ def follow(
 ) -> None:
     """Keep the engine `KIND=URL` on the newest version of the store until `stop` is set.
 
-    `at` pins it to one version; `hold` forbids moves by itself. `on_event` receives plain dicts with the keys `event` ("refit", "refused",
-    "waiting", "ready"), `engine` (the id), `version`, `label`, `have`, and for a refit `elements`, `nbytes`, `pause_ms`, `total_ms`,
-    `phases` (milliseconds). `runtime_dir` must be a folder that the engine sees under the same path.
+    `at` pins it to one version; `hold` forbids moves by itself. `on_event` receives plain dicts with the keys
+    `event` ("refit", "refused", "waiting", "ready"), `engine` (the id), `version`, `label`, `have`, and for a
+    refit `elements`, `nbytes`, `pause_ms`, `total_ms`, `phases` (milliseconds). `runtime_dir` must be a
+    folder that the engine sees under the same path.
 
-    A refit in progress when `stop` is set is completed or rolled back first. Raises `InvalidInput` (unknown engine kind, bad URL),
-    `StoreNotFound`, `Unavailable` (the store does not answer at start), and for `at` `VersionNotFound` or `VersionGone`.
+    A refit in progress when `stop` is set is completed or rolled back first. Raises `InvalidInput` (unknown
+    engine kind, bad URL), `StoreNotFound`, `Unavailable` (the store does not answer at start), and for `at`
+    `VersionNotFound` or `VersionGone`.
     """
     from weightline.rollout.replica import Replica
     from weightline.rollout.target import check_pin

@@ -40,12 +40,17 @@ class CheckReport(Struct, frozen=True):
 
 
 def check(
-    line: Line, engine: EnginePort | str, version: int | None = None, *, rules: Mapping[str, str] | None = None
+    line: Line,
+    engine: EnginePort | str,
+    version: int | None = None,
+    *,
+    rules: Mapping[str, str] | None = None,
 ) -> CheckReport:
     """Recompute the digest of every live tensor and compare it with the manifest of `version`.
 
-    `engine`: a port, or `KIND=URL`. `version`: default what the engine says it serves, else the newest. Changes nothing.
-    Raises `RefitError` when the names do not fit, `VersionNotFound`, and `Unavailable` (no answer; or it kept taking versions meanwhile).
+    `engine`: a port, or `KIND=URL`. `version`: default what the engine says it serves, else the newest.
+    Changes nothing. Raises `RefitError` when the names do not fit, `VersionNotFound`, and `Unavailable` (no
+    answer; or it kept taking versions meanwhile).
     """
     if isinstance(engine, str):
         port = open_engine(engine, holder=f"check-{uuid.uuid4().hex}")
@@ -67,7 +72,9 @@ def _check(line: Line, port: EnginePort, wanted: int | None, rules: Mapping[str,
         if _identity(port.describe()) != _identity(before):
             continue
         mismatches = tuple(
-            entry.spec.name for entry in manifest.tensors if live.get(mapping[entry.spec.name]) != entry.digest
+            entry.spec.name
+            for entry in manifest.tensors
+            if live.get(mapping[entry.spec.name]) != entry.digest
         )
         return CheckReport(
             ok=not mismatches,
@@ -78,7 +85,10 @@ def _check(line: Line, port: EnginePort, wanted: int | None, rules: Mapping[str,
             mismatches=mismatches,
             uncovered=names.uncovered(mapping, before),
         )
-    raise Unavailable("the engine took new versions during every attempt to check it", hint="hold its follower, or try again")
+    raise Unavailable(
+        "the engine took new versions during every attempt to check it",
+        hint="hold its follower, or try again",
+    )
 
 
 def _claimed(line: Line, engine: EngineDescription) -> int:

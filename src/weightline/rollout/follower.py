@@ -1,20 +1,22 @@
-"""Keeps one engine on the version it should serve: looks at the engine, looks at the store, refits, acknowledges, waits.
+"""Keeps one engine on the version it should serve: looks at the engine, looks at the store, refits,
+acknowledges, waits.
 
-The engine's own description decides what is live, never the follower's memory. Each look (`step`) is complete in itself, so a follower can be
-killed and started again at any point.
+The engine's own description decides what is live, never the follower's memory. Each look (`step`) is complete
+in itself, so a follower can be killed and started again at any point.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from weightline.errors import (
     ConflictError,
+    EngineState,
     FormatError,
     IntegrityError,
     InvalidInput,
@@ -25,15 +27,14 @@ from weightline.errors import (
     WeightlineError,
 )
 from weightline.rollout import mapping as names
-from weightline.rollout.engines.base import EngineDescription, EnginePort, Refit
+from weightline.rollout.engines.base import EngineDescription, EnginePort, Prepared, Refit
 from weightline.rollout.refit import RefitOutcome, run_refit
 from weightline.rollout.replica import RefitFile, Replica
 from weightline.rollout.target import choose, live_version
-from weightline.types import VersionRecord
+from weightline.types import Verification, VersionRecord
 
 if TYPE_CHECKING:
     from weightline.service.line import Line
-    from weightline.store import Manifest
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -47,14 +48,28 @@ DELTA_FAILURES = 2
 
 class _Plan(msgspec.Struct, frozen=True):
     record: VersionRecord
-    have: int | None
-    have_label: str | None
     manifest: Any
     mapping: dict[str, str]
 
 
+class _PendingAck(msgspec.Struct, frozen=True):
+    version: int
+    verified: Verification = "none"
+    pause_ms: float | None = None
+    detail: str = ""
+    sent: bool = False
+
+
+class _Doubt(msgspec.Struct, frozen=True):
+    """The end of a refit was lost on the way: the engine may still be paused by us, and the session may still
+    be open."""
+
+    session: Prepared | None
+
+
 class Follower:
-    """One follower of one engine. `run()` until `stop` is set; `step()` is one look, for tests and for callers with a loop of their own."""
+    """One follower of one engine. `run()` until `stop` is set; `step()` is one look, for tests and for
+    callers with a loop of their own."""
 
     def __init__(
         self,
@@ -62,7 +77,7 @@ class Follower:
         port: EnginePort,
         replica: Replica,
         *,
-        id: str,  # noqa: A002 - the name users know
+        id: str,
         at: int | None = None,
         hold: bool = False,
         rules: Mapping[str, str] | None = None,
@@ -71,7 +86,8 @@ class Follower:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`clock` and `sleep` (seconds) serve a refit; waits between looks end early when `stop` is set or a version comes."""
+        """`clock` and `sleep` (seconds) serve a refit; waits between looks end early when `stop` is set or a
+        version comes."""
         self.line, self.port, self.replica = line, port, replica
         self.id, self.at, self.hold, self.rules = id, at, hold, rules
         self.stop = stop or threading.Event()
@@ -81,8 +97,8 @@ class Follower:
         self._delta_failures = 0
         self._last_served: int | None = None
         self._seen: int | None = None
-        self._pending_ack: dict[str, Any] | None = None
-        self._pause_in_doubt: str | None = None
+        self._ack: _PendingAck | None = None
+        self._doubt: _Doubt | None = None
         self._said: tuple[Any, ...] | None = None
 
     # --- the loop ---
@@ -90,13 +106,15 @@ class Follower:
     def run(self) -> None:
         """Follow until `stop` is set. A refit in progress is completed or rolled back first.
 
-        Raises what no waiting can mend: `InvalidInput` (not an engine of this kind), and for `at`: `VersionNotFound`, `VersionGone`.
+        Raises what no waiting can mend: `InvalidInput` (not an engine of this kind), and for `at`:
+        `VersionNotFound`, `VersionGone`.
         """
         while not self.stop.is_set():
             self._wait(self.step())
 
     def step(self) -> float:
-        """One look at engine and store, and a refit when one is due. Returns the seconds after which to look again."""
+        """One look at engine and store, and a refit when one is due. Returns the seconds after which to look
+        again."""
         try:
             engine = self.port.describe()
         except Unavailable as error:
@@ -110,12 +128,18 @@ class Follower:
         if live is not None:
             self._last_served = live
         target = choose(versions, live, at=self.at, hold=self._last_served, held=self.hold)
+        if target is not None and target != live:
+            return self._refit(engine, next(r for r in versions if r.version == target), live)
+        if self._doubt is not None:
+            try:
+                engine = self._end_doubt(engine)
+            except WeightlineError as error:
+                return self._waiting("engine", error)
+            if live_version(engine, self.line.run, versions) != live:
+                return 0.0
         if target is None:
             return self._waiting("held" if self.hold and versions else "empty", None, engine=engine)
-        record = next(r for r in versions if r.version == target)
-        if live == target:
-            return self._up_to_date(engine, record)
-        return self._refit(engine, record, live, versions)
+        return self._up_to_date(engine, next(r for r in versions if r.version == target))
 
     def _wait(self, seconds: float) -> None:
         if self.stop.is_set():
@@ -133,75 +157,82 @@ class Follower:
 
     def _up_to_date(self, engine: EngineDescription, record: VersionRecord) -> float:
         self._failures = self._delta_failures = 0
-        if engine.paused and self._pause_in_doubt == engine.instance:
-            # Our own lost pause came into force after all; the engine's bits and label agree, so it can simply go on.
-            try:
-                self.port.resume()
-            except WeightlineError as error:
-                return self._waiting("engine", error)
-        self._pause_in_doubt = None
-        self._acknowledge(record)
-        if not engine.paused:
-            self._say("ready", record=record, have=record.version, once=(record.version, engine.instance))
-        else:
+        if engine.paused:
             self._say("waiting", record=record, have=record.version, once=("paused",), reason="paused")
+            return LOOK
+        self._acknowledge(record)
+        self._say("ready", record=record, have=record.version, once=(record.version, engine.instance))
         return LOOK
+
+    def _end_doubt(self, engine: EngineDescription) -> EngineDescription:
+        """The end of our last refit was lost on the way, and there is no other to come: let the engine go on.
+
+        Bits and label of an engine that is not quarantined agree, so a resume is all it needs. Raises what the engine answers.
+        """
+        doubt = self._doubt
+        if doubt is None or engine.quarantined:
+            return engine
+        if engine.paused:
+            self.port.resume()
+        if doubt.session is not None:
+            try:
+                self.port.close_session(doubt.session)
+            except ConflictError:
+                pass  # the engine's watchdog ended it; the next description shows what came of it
+        self._doubt = None
+        return self.port.describe()
 
     # --- one refit ---
 
-    def _refit(
-        self, engine: EngineDescription, record: VersionRecord, live: int | None, versions: Sequence[VersionRecord]
-    ) -> float:
+    def _refit(self, engine: EngineDescription, record: VersionRecord, live: int | None) -> float:
         began = self._clock()
         have = live if self._delta_failures < DELTA_FAILURES else None
-        phases: dict[str, float] = {}
-        file: RefitFile | None = None
         try:
-            plan = self._plan(engine, record, have)
-            phases["plan"] = (self._clock() - began) * 1e3
-            file = self._fetch(plan)
-            phases["fetch"] = (self._clock() - began) * 1e3 - phases["plan"]
-            refit = Refit(
-                run=self.line.run,
-                version=record.version,
-                label=record.label,
-                have=plan.have,
-                have_label=plan.have_label,
-                file=file.path,
-                digests=file.digests,
-            )
-            foreign_pause = engine.paused and not engine.quarantined and self._pause_in_doubt != engine.instance
+            plan = self._plan(engine, record)
+            planned = self._clock()
+            file, have = self._fetch(plan, have)
+        except Unavailable as error:
+            return self._waiting("store", error)
+        except WeightlineError as error:
+            return self._failed(error, record, live, have)
+        phases = {"plan": (planned - began) * 1e3, "fetch": (self._clock() - planned) * 1e3}
+        refit = Refit(
+            run=self.line.run,
+            version=record.version,
+            label=record.label,
+            have=have,
+            have_label=engine.label if have is not None else None,
+            file=file.path,
+            digests=file.digests,
+        )
+        foreign_pause = engine.paused and not engine.quarantined and self._doubt is None
+        try:
             outcome = run_refit(
                 self.port, refit, own_pause=not foreign_pause, clock=self._clock, sleep=self._sleep
             )
-            phases.update(outcome.phases)
-            if outcome.pause_in_doubt:
-                self._pause_in_doubt = engine.instance
-            self._confirm(engine, record, outcome)
+            if outcome.pause_in_doubt or outcome.open_session is not None:
+                self._doubt = _Doubt(outcome.open_session)
+            elif outcome.state != "unknown":
+                self._doubt = None
+            if outcome.state == "new":
+                self._ack = _PendingAck(record.version, outcome.verified, outcome.pause_ms)
+            self._confirm(engine, record, outcome, foreign_pause)
         except WeightlineError as error:
             return self._failed(error, record, live, have)
         finally:
-            if file is not None:
-                self.replica.discard(file)
+            self.replica.discard(file)
         self._failures = self._delta_failures = 0
-        self._pause_in_doubt = None
         self._last_served = record.version
-        self._pending_ack = {
-            "version": record.version,
-            "verified": outcome.verified,
-            "pause_ms": outcome.pause_ms,
-            "detail": "paused by somebody else, who has to resume it" if foreign_pause else "",
-        }
-        acked = self._acknowledge(record)
-        total = (self._clock() - began) * 1e3
+        acked = not foreign_pause and self._acknowledge(record)
+        phases.update(outcome.phases)
         self._say(
             "refit",
             record=record,
-            have=plan.have,
+            have=have,
             elements=file.elements,
             nbytes=file.nbytes,
             pause_ms=_round(outcome.pause_ms),
-            total_ms=_round(total),
+            total_ms=_round((self._clock() - began) * 1e3),
             phases={name: _round(ms) for name, ms in phases.items()},
             verified=outcome.verified,
             acked=acked,
@@ -209,7 +240,7 @@ class Follower:
         )
         return 0.0
 
-    def _plan(self, engine: EngineDescription, record: VersionRecord, have: int | None) -> _Plan:
+    def _plan(self, engine: EngineDescription, record: VersionRecord) -> _Plan:
         manifest = self.line.manifest(record.version)
         specs = [entry.spec for entry in manifest.tensors]
         mapping = names.resolve(specs, engine, rules=self.rules)
@@ -220,49 +251,73 @@ class Follower:
                 engine_state="old",
                 hint="serve a model with untied weights, or commit tied ones",
             )
-        return _Plan(record, have, engine.label if have is not None else None, manifest, mapping)
+        return _Plan(record, manifest, mapping)
 
-    def _fetch(self, plan: _Plan) -> RefitFile:
-        manifest: Manifest = plan.manifest
-        if plan.have is not None:
-            return self.replica.delta_file(self.line, plan.record, plan.have, manifest, plan.mapping)
-        return self.replica.full_file(self.line, plan.record, manifest, plan.mapping)
+    def _fetch(self, plan: _Plan, have: int | None) -> tuple[RefitFile, int | None]:
+        """The file to hand over, and the version it starts from: None for a full one, also when the way from
+        `have` is gone."""
+        if have is not None:
+            try:
+                return self.replica.delta_file(
+                    self.line, plan.record, have, plan.manifest, plan.mapping
+                ), have
+            except (VersionGone, VersionNotFound, InvalidInput):
+                pass  # retired deltas, or names and shapes that changed on the way: the full version needs neither
+        return self.replica.full_file(self.line, plan.record, plan.manifest, plan.mapping), None
 
-    def _confirm(self, before: EngineDescription, record: VersionRecord, outcome: RefitOutcome) -> None:
+    def _confirm(
+        self, before: EngineDescription, record: VersionRecord, outcome: RefitOutcome, foreign_pause: bool
+    ) -> None:
         """Raise unless the engine itself says that it serves `record`."""
+        cause = outcome.error
         try:
             after = self.port.describe()
         except Unavailable as error:
-            raise outcome.error or RefitError(error.message, engine_state="unknown", hint=error.hint) from None
-        same = after.instance == before.instance and not after.quarantined
-        if same and (after.run, after.version, after.label) == (self.line.run, record.version, record.label):
-            return
-        old = same and (after.run, after.version, after.label) == (before.run, before.version, before.label)
-        cause = outcome.error
-        message = cause.message if cause else f"the engine says that it serves {after.label!r}"
+            raise RefitError(
+                (cause or error).message, engine_state="unknown", hint=(cause or error).hint
+            ) from None
+        if (
+            cause is not None
+            and outcome.failed_verb == "prepare"
+            and isinstance(cause, ConflictError | Unavailable)
+        ):
+            raise cause  # another follower's session, or an engine that went away: nothing was tried
         where = f" (at {outcome.failed_verb})" if outcome.failed_verb else ""
-        if isinstance(cause, ConflictError) and outcome.failed_verb == "prepare":
-            raise cause
+        same = after.instance == before.instance and not after.quarantined
+        state: EngineState = "unknown"
+        if same and (after.run, after.version, after.label) == (self.line.run, record.version, record.label):
+            if not after.paused or foreign_pause:
+                return
+            state = "new"
+        elif same and (after.run, after.version, after.label) == (before.run, before.version, before.label):
+            state = "old"
         raise RefitError(
-            f"version {record.version} did not go live{where}: {message}",
-            engine_state="old" if old else "unknown",
+            f"version {record.version} did not go live{where}: "
+            + (
+                cause.message
+                if cause
+                else f"the engine serves {after.label!r}, {'paused' if after.paused else 'not paused'}"
+            ),
+            engine_state=state,
             hint=cause.hint if cause and cause.hint else "the follower tries again by itself",
         )
 
-    def _failed(self, error: WeightlineError, record: VersionRecord, live: int | None, have: int | None) -> float:
-        damaged = isinstance(error, VersionGone | IntegrityError | FormatError | InvalidInput | VersionNotFound)
-        if have is not None:
-            # A delta whose bytes are gone or broken will not mend by itself: go over to the full version at once.
-            self._delta_failures = DELTA_FAILURES if damaged else self._delta_failures + 1
+    def _failed(
+        self, error: WeightlineError, record: VersionRecord, live: int | None, have: int | None
+    ) -> float:
+        if have is not None and isinstance(error, IntegrityError | FormatError):
+            # Broken bytes do not mend by themselves: the full version is tried next.
+            self._delta_failures = DELTA_FAILURES
+        elif have is not None and not isinstance(error, ConflictError | Unavailable):
+            self._delta_failures += 1
         delay = BACKOFF[min(self._failures, len(BACKOFF) - 1)]
         self._failures += 1
-        state = error.engine_state if isinstance(error, RefitError) else "old"
         self._say(
             "refused",
             record=record,
             have=live,
             error=error.to_dict(),
-            engine_state=state,
+            engine_state=error.engine_state if isinstance(error, RefitError) else "old",
             retry_in=delay,
             full_next=self._delta_failures >= DELTA_FAILURES,
         )
@@ -272,28 +327,26 @@ class Follower:
 
     def _acknowledge(self, record: VersionRecord) -> bool:
         """Tell the line what the engine serves, once a version; False when that has to wait for the line."""
-        ack = self._pending_ack
-        if ack is None or ack["version"] != record.version:
-            if any(a.subscriber == self.id for a in record.acks) or ack is not None and ack["version"] > record.version:
-                return True
-            ack = {"version": record.version, "detail": "found serving it"}
-            self._pending_ack = ack
-        if ack.get("sent"):
+        ack = self._ack
+        if ack is None or ack.version != record.version:
+            # The engine served it before this follower came: it was acknowledged by the one before, or it
+            # died in between.
+            said = any(a.subscriber == self.id for a in record.acks)
+            ack = self._ack = _PendingAck(record.version, detail="found serving it", sent=said)
+        if ack.sent:
             return True
         try:
             self.line.ack(
-                record.version,
-                self.id,
-                verified=ack.get("verified", "none"),
-                pause_ms=ack.get("pause_ms"),
-                detail=ack["detail"],
+                record.version, self.id, verified=ack.verified, pause_ms=ack.pause_ms, detail=ack.detail
             )
         except Unavailable:
             return False
-        ack["sent"] = True
+        self._ack = msgspec.structs.replace(ack, sent=True)
         return True
 
-    def _waiting(self, reason: str, error: WeightlineError | None, engine: EngineDescription | None = None) -> float:
+    def _waiting(
+        self, reason: str, error: WeightlineError | None, engine: EngineDescription | None = None
+    ) -> float:
         self._say(
             "waiting",
             once=(reason,),

@@ -1,14 +1,17 @@
-"""Names: which live tensor of an engine each committed tensor goes to. Decided before any byte moves, against the engine's real names.
+"""Names: which live tensor of an engine each committed tensor goes to. Decided before any byte moves, against
+the engine's real names.
 
 Three differences are bridged, and nothing else:
 
-- wrappers: path segments that training wrappers add (`module`, `_orig_mod`, FSDP's, activation checkpointing's, PEFT's `base_layer`), at any
-  depth and in any order, and PEFT's leading `base_model.model`. Whole segments only: `my_module.w` is nobody's wrapper.
-- nesting: a text model inside a multimodal one, whose names carry a `language_model` segment (`model.language_model.layers.0…` or
-  `language_model.model.layers.0…` against `model.layers.0…`).
+- wrappers: path segments that training wrappers add (`module`, `_orig_mod`, FSDP's, activation
+  checkpointing's, PEFT's `base_layer`), at any depth and in any order, and PEFT's leading `base_model.model`.
+  Whole segments only: `my_module.w` is nobody's wrapper.
+- nesting: a text model inside a multimodal one, whose names carry a `language_model` segment
+  (`model.language_model.layers.0…` or `language_model.model.layers.0…` against `model.layers.0…`).
 - ties: a committed name that the engine holds as an alias of another tensor.
 
-A name that fits as it is always wins. Anything left over, doubled or of another shape is an error that lists every case.
+A name that fits as it is always wins. Anything left over, doubled or of another shape is an error that lists
+every case.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from weightline.errors import RefitError
 from weightline.rollout.engines.base import EngineDescription
 from weightline.types import TensorSpec
 
-WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"))
+WRAPPERS = frozenset(
+    ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
+)
 NESTING = frozenset(("language_model",))
 
 HOLDS: dict[str, frozenset[str]] = {
@@ -33,7 +38,8 @@ HOLDS: dict[str, frozenset[str]] = {
 
 
 def strip_wrappers(name: str) -> str:
-    """`name` without the segments that wrappers add; the last segment (the parameter's own name) is never cut."""
+    """`name` without the segments that wrappers add; the last segment (the parameter's own name) is never
+    cut."""
     *path, leaf = name.split(".")
     kept = [segment for segment in path if segment not in WRAPPERS]
     while kept[:2] == ["base_model", "model"]:
@@ -75,9 +81,10 @@ def resolve(
 ) -> dict[str, str]:
     """Committed name -> the engine's name, for every committed tensor.
 
-    `rules`: prefix of a committed name -> what to put in its place, tried first, in order. Raises `RefitError("old")` that lists all tensors
-    without a home, all homes that two tensors claim, and all shapes and dtypes that do not fit. Two committed names that the engine holds
-    as one tied tensor are both kept: that their bytes agree is checked where the bytes are known (`tied_apart`).
+    `rules`: prefix of a committed name -> what to put in its place, tried first, in order. Raises
+    `RefitError("old")` that lists all tensors without a home, all homes that two tensors claim, and all
+    shapes and dtypes that do not fit. Two committed names that the engine holds as one tied tensor are both
+    kept: that their bytes agree is checked where the bytes are known (`tied_apart`).
     """
     live = {spec.name: spec for spec in engine.tensors}
     targets = _Targets(live)
@@ -87,7 +94,11 @@ def resolve(
     for spec in committed:
         found = targets.candidates(_renamed(spec.name, rules or {}))
         if len(found) != 1:
-            reason = "fits several of the engine's: " + ", ".join(sorted(found)) if found else "the engine has no such tensor"
+            reason = (
+                "fits several of the engine's: " + ", ".join(sorted(found))
+                if found
+                else "the engine has no such tensor"
+            )
             faults.append(f"{spec.name} ({reason})")
             continue
         target = live[found[0]]
@@ -96,9 +107,13 @@ def resolve(
         if target.shape != spec.shape:
             faults.append(f"{spec.name} (shape {list(spec.shape)}, in the engine {list(target.shape)})")
         elif target.dtype != spec.dtype and spec.dtype not in HOLDS.get(target.dtype, ()):
-            faults.append(f"{spec.name} (stored as {spec.dtype}, the engine's {target.dtype} cannot hold it exactly)")
+            faults.append(
+                f"{spec.name} (stored as {spec.dtype}, the engine's {target.dtype} cannot hold it exactly)"
+            )
     faults += [
-        f"{name} (claimed by {', '.join(sources)})" for name, sources in sorted(claims.items()) if len(sources) > 1
+        f"{name} (claimed by {', '.join(sorted(sources))})"
+        for name, sources in sorted(claims.items())
+        if len(sources) > 1
     ]
     if faults:
         raise RefitError(
@@ -111,7 +126,9 @@ def resolve(
     return mapping
 
 
-def tied_apart(mapping: Mapping[str, str], digests: Mapping[str, str], engine: EngineDescription) -> list[str]:
+def tied_apart(
+    mapping: Mapping[str, str], digests: Mapping[str, str], engine: EngineDescription
+) -> list[str]:
     """Committed names that the engine ties into one tensor although the version has different bytes for them.
 
     `digests`: committed name -> additive digest (equal bits of one shape have equal digests).
@@ -127,6 +144,7 @@ def tied_apart(mapping: Mapping[str, str], digests: Mapping[str, str], engine: E
 
 
 def uncovered(mapping: Mapping[str, str], engine: EngineDescription) -> tuple[str, ...]:
-    """Names of live tensors that no committed tensor goes to, ties counted once: a refit leaves them as they are."""
+    """Names of live tensors that no committed tensor goes to, ties counted once: a refit leaves them as they
+    are."""
     owners = {engine.aliases.get(name, name) for name in mapping.values()}
     return tuple(sorted(s.name for s in engine.tensors if engine.aliases.get(s.name, s.name) not in owners))

@@ -23,11 +23,14 @@ class RefitOutcome(Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
     """Verb -> milliseconds, repeats included."""
     pause_ms: float | None
-    """From the call of `pause` to the answer of `resume`; None when the engine was not resumed by this refit."""
+    """From the call of `pause` to the answer of `resume`; None when the engine was not resumed by this
+    refit."""
     error: WeightlineError | None
     """What turned the refit round."""
     failed_verb: Verb | None
     pause_in_doubt: bool
+    open_session: Prepared | None
+    """The session, when it could not be closed."""
 
 
 def classify(verb: Verb, error: WeightlineError) -> Failure:
@@ -37,7 +40,8 @@ def classify(verb: Verb, error: WeightlineError) -> Failure:
     if isinstance(error, Unavailable):
         return "lost"
     if isinstance(error, ConflictError) and verb in ("rollback", "close"):
-        # A session may always be rolled back or closed by its holder: a conflict says that the engine has none of that name.
+        # A session may always be rolled back or closed by its holder: a conflict says that the engine has
+        # none of that name.
         return "gone"
     return "refused"
 
@@ -67,7 +71,7 @@ class _Performer:
             failed = Failed(verb, classify(verb, error))
             self.errors[failed] = error
             return failed
-        except BaseException as error:  # noqa: BLE001 - an interrupt, or a fault of our own: walk the exit path, then raise it again
+        except BaseException as error:
             if self.interrupted is not None:
                 raise
             self.interrupted = error
@@ -115,7 +119,8 @@ def run_refit(
 ) -> RefitOutcome:
     """Take the engine from `refit.have` to `refit.version`, or back; never raises for what the engine does.
 
-    `clock` and `sleep` are in seconds. An interrupt (`KeyboardInterrupt`, a bug) during a verb is raised again after the exit path.
+    `clock` and `sleep` are in seconds. An interrupt (`KeyboardInterrupt`, a bug) during a verb is raised
+    again after the exit path.
     """
     performer = _Performer(port, refit, clock)
     transaction = Transaction(own_pause=own_pause, retry=retry)
@@ -136,4 +141,5 @@ def run_refit(
         error=performer.errors.get(failure) if failure else None,
         failed_verb=failure.verb if failure else None,
         pause_in_doubt=effect.pause_in_doubt,
+        open_session=None if effect.closed else performer.prepared,
     )

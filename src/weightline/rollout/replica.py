@@ -1,8 +1,9 @@
 """What a follower keeps on disk for its engine, and the one file it hands over for a refit.
 
-The bytes of every version lie in the store already, mapped from the same host, so a replica holds nothing between two refits: it takes what
-it needs from the store, for the length of one refit, into a runtime folder of its own. Every change in the file is an absolute value, so
-that applying it twice is harmless and N-1 can be made again from the store at any time.
+The bytes of every version lie in the store already, mapped from the same host, so a replica holds nothing
+between two refits: it takes what it needs from the store, for the length of one refit, into a runtime folder
+of its own. Every change in the file is an absolute value, so that applying it twice is harmless and N-1 can
+be made again from the store at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 from weightline.errors import IntegrityError, InvalidInput, StorageFull
 
 if TYPE_CHECKING:
-    from weightline.codec import Delta
+    from weightline.codec import Delta, TensorChange
     from weightline.service.line import Line
     from weightline.store import Manifest
     from weightline.types import VersionRecord
@@ -32,7 +33,8 @@ OWNER = "owner.json"
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Whose runtime folder this is; the process is named so that a later follower can tell whether it still lives."""
+    """Whose runtime folder this is; the process is named so that a later follower can tell whether it still
+    lives."""
 
     run: str
     follower: str
@@ -52,7 +54,8 @@ class RefitFile(msgspec.Struct, frozen=True):
     nbytes: int
     """Size of the file in bytes."""
     owned: bool
-    """True when the file is the replica's own, to be removed after the refit; False for a blob of the store."""
+    """True when the file is the replica's own, to be removed after the refit; False for a blob of the
+    store."""
 
 
 def _process_started(pid: int) -> float | None:
@@ -72,7 +75,8 @@ def default_runtime_dir() -> Path:
 def sweep(parent: Path, *, host: str | None = None) -> list[Path]:
     """Remove the runtime folders of followers of this host that are dead; returns what was removed.
 
-    Folders of live processes, of other hosts (another pod may share the mount) and of anything else are left alone.
+    Folders of live processes, of other hosts (another pod may share the mount) and of anything else are left
+    alone.
     """
     here = host or socket.gethostname()
     removed = []
@@ -96,7 +100,8 @@ class Replica:
     """The runtime folder of one follower process: created at start, gone after `close`."""
 
     def __init__(self, run: str, follower: str, *, parent: Path | None = None) -> None:
-        """Sweep what dead followers left in `parent` and make a folder of our own. Raises `InvalidInput`, `StorageFull`."""
+        """Sweep what dead followers left in `parent` and make a folder of our own. Raises `InvalidInput`,
+        `StorageFull`."""
         parent = parent if parent is not None else default_runtime_dir()
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", follower)[:40]
         name = f"follow-{run[:16]}-{safe}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -104,7 +109,8 @@ class Replica:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             sweep(parent)
-            # Named with its owner inside from the first moment on: a sweep never sees a folder of ours without one.
+            # Named with its owner inside from the first moment on: a sweep never sees a folder of ours
+            # without one.
             draft = parent / f".{name}"
             draft.mkdir()
             (draft / OWNER).write_bytes(msgspec.json.encode(owner))
@@ -123,27 +129,30 @@ class Replica:
     ) -> RefitFile:
         """One file that takes the bytes of `have` to those of `record`, however many versions lie between.
 
-        The store's own blob is used as it lies when it is exactly that and the names need no change. Raises `IntegrityError`, `VersionGone`.
+        The store's own blob is used as it lies when it is exactly that and the names need no change. Raises
+        `IntegrityError`, `VersionGone`.
         """
         blob = self._own_blob(line, record, have, manifest)
         if blob is not None:
             from weightline.codec import read_delta
 
-            delta = read_delta(blob, verify=True)
-            if all(mapping[name] == name for name in delta.changed):
+            delta = read_delta(blob, verify=False)  # its bytes were compared with the manifest just now
+            if delta.level == "absolute" and all(mapping.get(name) == name for name in delta.changed):
                 digests = _expected(delta, manifest, mapping)
                 return RefitFile(blob, digests, delta.elements, blob.stat().st_size, owned=False)
-        else:
-            delta = line.fetch_delta(record.version, have=have)
+        delta = line.fetch_delta(record.version, have=have)
         return self._write(delta, manifest, mapping, f"{have}-{record.version}")
 
     def full_file(
         self, line: Line, record: VersionRecord, manifest: Manifest, mapping: Mapping[str, str]
     ) -> RefitFile:
-        """All tensors of `record` in full: right whatever the engine holds now. Raises `IntegrityError`, `VersionGone`."""
+        """All tensors of `record` in full: right whatever the engine holds now. Raises `IntegrityError`,
+        `VersionGone`."""
         from weightline.codec import full
 
-        return self._write(full(line.load(record.version)), manifest, mapping, f"full-{record.version}")
+        digests = {entry.spec.name: entry.digest for entry in manifest.tensors}
+        weights = line.load(record.version)  # verified against these digests
+        return self._write(full(weights, digests=digests), manifest, mapping, f"full-{record.version}")
 
     def discard(self, file: RefitFile) -> None:
         """Remove a file that this replica wrote; a blob of the store stays."""
@@ -161,20 +170,45 @@ class Replica:
         return None
 
     def _write(self, delta: Delta, manifest: Manifest, mapping: Mapping[str, str], stem: str) -> RefitFile:
-        from weightline.codec import write_delta
+        from weightline.codec import Delta, write_delta
 
         digests = _expected(delta, manifest, mapping)
         path = self.folder / f"{stem}-{uuid.uuid4().hex[:8]}.safetensors"
         try:
-            nbytes = write_delta(delta.renamed(mapping), path, level="absolute")
+            nbytes = write_delta(
+                Delta(_Renamed(delta, mapping), base=delta.base, version=delta.version),
+                path,
+                level="absolute",
+            )
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise StorageFull(f"{path}: {error.strerror or error}", hint="free space, or give another --runtime-dir") from None
+            raise StorageFull(
+                f"{path}: {error.strerror or error}", hint="free space, or give another --runtime-dir"
+            ) from None
         return RefitFile(path, digests, delta.elements, nbytes, owned=True)
 
 
+class _Renamed:
+    """The changes of a delta under the engine's names, one tensor decoded at a time."""
+
+    level = "absolute"
+
+    def __init__(self, delta: Delta, mapping: Mapping[str, str]) -> None:
+        self._delta = delta
+        self._sources = {mapping[name]: name for name in delta.changed}
+        self.specs = {
+            new: msgspec.structs.replace(delta.specs[old], name=new) for new, old in self._sources.items()
+        }
+        self.elements = delta.elements
+        self.nbytes = delta.nbytes
+
+    def change(self, name: str) -> TensorChange:
+        return msgspec.structs.replace(self._delta.change(self._sources[name]), spec=self.specs[name])
+
+
 def _expected(delta: Delta, manifest: Manifest, mapping: Mapping[str, str]) -> dict[str, str]:
-    """The digests that the manifest promises for the tensors that `delta` changes, under the engine's names."""
+    """The digests that the manifest promises for the tensors that `delta` changes, under the engine's
+    names."""
     promised = {entry.spec.name: entry.digest for entry in manifest.tensors}
     wrong = [name for name in delta.changed if delta.change(name).digest != promised.get(name)]
     if wrong:
@@ -194,4 +228,6 @@ def _check_blob(path: Path, nbytes: int, sha256: str) -> None:
     except FileNotFoundError:
         raise IntegrityError(f"{path}: the blob is missing", hint=hint) from None
     if size != nbytes or digest != sha256:
-        raise IntegrityError(f"{path}: the blob is not what its manifest says ({size} of {nbytes} bytes)", hint=hint)
+        raise IntegrityError(
+            f"{path}: the blob is not what its manifest says ({size} of {nbytes} bytes)", hint=hint
+        )

@@ -1,4 +1,5 @@
-"""Which version an engine should serve next: pure, from the store's records and what the engine says of itself."""
+"""Which version an engine should serve next: pure, from the store's records and what the engine says of
+itself."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ def servable(record: VersionRecord) -> bool:
 
 
 def live_version(engine: EngineDescription, run: str, versions: Sequence[VersionRecord]) -> int | None:
-    """The version of this run that the engine serves by its own account; None when its state is no known version.
+    """The version of this run that the engine serves by its own account; None when its state is no known
+    version.
 
-    None for a restarted or quarantined engine, for one of another run, and for one whose label was changed behind the follower's back.
+    None for a restarted or quarantined engine, for one of another run, and for one whose label was changed
+    behind the follower's back.
     """
     if engine.quarantined or engine.run != run or engine.version is None:
         return None
@@ -28,13 +31,19 @@ def live_version(engine: EngineDescription, run: str, versions: Sequence[Version
 
 
 def choose(
-    versions: Sequence[VersionRecord], live: int | None, *, at: int | None = None, hold: int | None = None, held: bool = False
+    versions: Sequence[VersionRecord],
+    live: int | None,
+    *,
+    at: int | None = None,
+    hold: int | None = None,
+    held: bool = False,
 ) -> int | None:
     """The version to serve, or None when there is nothing to move to.
 
-    `at` pins to one version. `held` forbids moves by itself: the engine keeps what is live, and a restarted one is brought back to `hold`,
-    the last version that this follower saw it serve. Only a yank moves a held engine. Else it is the newest version that is not yanked,
-    abandoned or retired; an engine that is ahead of it (its version was abandoned by a rewind) stays until something newer comes.
+    `at` pins to one version. `held` forbids moves by itself: the engine keeps what is live, and a restarted
+    one is brought back to `hold`, the last version that this follower saw it serve. Only a yank moves a held
+    engine. Else it is the newest version that is not yanked, abandoned or retired; an engine that is ahead of
+    it (its version was abandoned by a rewind) stays until something newer comes.
     """
     by_number = {record.version: record for record in versions}
     if at is not None:
@@ -55,6 +64,8 @@ def check_pin(record: VersionRecord | None, at: int) -> None:
     if record is None:
         raise VersionNotFound(f"version {at} was never committed", hint="see `weightline log`")
     if record.yanked:
-        raise InvalidInput(f"version {at} is yanked: no engine should serve it", hint="pin to another version")
+        raise InvalidInput(
+            f"version {at} is yanked: no engine should serve it", hint="pin to another version"
+        )
     if record.retired:
         raise VersionGone(f"version {at}: its bytes have been retired", hint="pin to a version that is kept")

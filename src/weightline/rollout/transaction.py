@@ -1,12 +1,13 @@
 """One refit of one engine, as a pure state machine: events in, effects out, no clock and no I/O.
 
-The caller performs each `Do` on the engine and reports `Done` or `Failed`; `Finish` says where the engine stands. The way forward is
-`prepare, pause, apply, verify, invalidate, label, resume, close`. Whatever fails on the way leads to `rollback, resume, close`, so that
-every path ends with an engine that serves what its label says, or with one that is known to need a full refit.
+The caller performs each `Do` on the engine and reports `Done` or `Failed`; `Finish` says where the engine
+stands. The way forward is `prepare, pause, apply, verify, invalidate, label, resume, close`. Whatever fails
+on the way leads to `rollback, resume, close`, so that every path ends with an engine that serves what its
+label says, or with one that is known to need a full refit.
 
-What may be assumed of an engine (see `engines/base.py`): every verb is idempotent within one session, so a verb whose answer was lost is
-repeated; a session whose follower is not heard of any more is rolled back and resumed by the engine itself, so an open session is never
-closed before the engine was told to resume.
+What may be assumed of an engine (see `engines/base.py`): every verb is idempotent within one session, so a
+verb whose answer was lost is repeated; a session whose follower is not heard of any more is rolled back and
+resumed by the engine itself, so an open session is never closed before the engine was told to resume.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from weightline.errors import EngineState
 
 Verb = Literal["prepare", "pause", "apply", "verify", "invalidate", "label", "resume", "rollback", "close"]
 Failure = Literal["lost", "refused", "gone", "unknown"]
-"""`lost`: no answer, the verb may or may not have happened; `refused`: a typed no; `gone`: the engine does not know the session any more;
-`unknown`: the engine says that its own weights are in an unknown state."""
+"""`lost`: no answer, the verb may or may not have happened; `refused`: a typed no; `gone`: the engine does
+not know the session any more; `unknown`: the engine says that its own weights are in an unknown state."""
 
 FORWARD: tuple[Verb, ...] = ("prepare", "pause", "apply", "verify", "invalidate", "label", "resume", "close")
 BACK: tuple[Verb, ...] = ("rollback", "resume", "close")
-QUARANTINE: tuple[Verb, ...] = ("close",)
 
 
 class Do(Struct, frozen=True):
@@ -38,7 +38,8 @@ class Finish(Struct, frozen=True):
     """The transaction is over."""
 
     state: EngineState
-    """What the engine serves, as far as the answers tell; `unknown` is settled by the engine's next description."""
+    """What the engine serves, as far as the answers tell; `unknown` is settled by the engine's next
+    description."""
     closed: bool
     """False when the session was left open on purpose: the engine's own watchdog ends it."""
     pause_in_doubt: bool = False
@@ -70,13 +71,16 @@ class Retry(Struct, frozen=True):
     forward: tuple[float, ...] = (0.05,)
     """On the way forward: short, because the engine may be paused."""
     exit: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8)
-    """For `rollback`, `resume` and `close`: more patient, because giving up leaves the rest to the engine's watchdog."""
+    """For `rollback`, `resume` and `close`: more patient, because giving up leaves the rest to the engine's
+    watchdog."""
 
 
 class Transaction:
-    """The order of one refit. `begin()` gives the first effect, `advance(event)` each next one, until `Finish`.
+    """The order of one refit. `begin()` gives the first effect, `advance(event)` each next one, until
+    `Finish`.
 
-    `own_pause=False`: somebody else holds the engine paused and keeps it so; `pause` and `resume` are left out.
+    `own_pause=False`: somebody else holds the engine paused and keeps it so; `pause` and `resume` are left
+    out.
     """
 
     def __init__(self, *, own_pause: bool = True, retry: Retry | None = None) -> None:
@@ -110,7 +114,7 @@ class Transaction:
         return self._finish(self._end_state(), closed=True)
 
     def _end_state(self) -> EngineState:
-        return "new" if self._path is FORWARD else "old" if self._path is BACK else "unknown"
+        return "new" if self._path is FORWARD else "old"
 
     def _do(self, verb: Verb, *, tries: int = 0, delay: float = 0.0) -> Do:
         self._expected, self._tries = verb, tries
@@ -131,13 +135,15 @@ class Transaction:
         if self.first_failure is None and event.verb != "close":
             self.first_failure = event
         if event.verb == "close":
-            # What is left of the session is only its undo log: the engine serves what the path before it came to.
+            # What is left of the session is only its undo log: the engine serves what the path before it came
+            # to.
             return self._finish(self._end_state(), closed=event.how == "gone")
         return self._forward_failed(event) if self._path is FORWARD else self._back_failed(event)
 
     def _forward_failed(self, event: Failed) -> Effect:
         if event.verb == "prepare":
-            # Nothing was paused or written. A session whose answer was lost is replaced by this follower's next one.
+            # Nothing was paused or written. A session whose answer was lost is replaced by this follower's
+            # next one.
             return self._finish("old", closed=event.how != "lost")
         if event.verb == "resume" and event.how == "lost":
             # New bits, new label, perhaps paused. The open session makes the engine's watchdog end the pause.
@@ -146,12 +152,10 @@ class Transaction:
         return self._do("rollback")
 
     def _back_failed(self, event: Failed) -> Effect:
-        if event.how == "lost":
-            return self._finish("unknown", closed=False, in_doubt=self._paused_by_us)
         if event.how == "gone":
-            # The engine ended the session by itself (watchdog, restart). Its pause is over too, unless ours came after that;
-            # a blind resume here could break the session of another follower.
+            # The engine ended the session by itself (watchdog, restart). Its pause is over too, unless ours
+            # came after that; a blind resume here could break the session of another follower.
             return self._finish("unknown", closed=True, in_doubt=self._paused_by_us)
-        # The old bits cannot be put back, or the engine will not go on: it stays out of service until a full refit.
-        self._path = QUARANTINE
-        return self._do("close")
+        # Perhaps still paused, perhaps quarantined by the engine itself. The session stays open: this follower's next one replaces
+        # it, and if there is none, the engine's watchdog ends it and the pause with it.
+        return self._finish("unknown", closed=False, in_doubt=self._paused_by_us)

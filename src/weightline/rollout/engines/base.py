@@ -1,8 +1,9 @@
 """The engine port: what a follower needs of one live rollout engine, whatever its kind.
 
-The follower owns the order (`prepare` while serving -> `pause` -> `apply` -> `verify` -> `invalidate` -> `label` -> `resume`) and the
-exit paths; an adapter owns how each verb is done on its engine. Every verb may raise `RefitError` or `Unavailable`, is bounded in time,
-and is idempotent within one session, so that a follower may repeat it after a lost answer.
+The follower owns the order (`prepare` while serving -> `pause` -> `apply` -> `verify` -> `invalidate` ->
+`label` -> `resume`) and the exit paths; an adapter owns how each verb is done on its engine. Every verb may
+raise `RefitError` or `Unavailable`, is bounded in time, and is idempotent within one session, so that a
+follower may repeat it after a lost answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class EngineDescription(Struct, frozen=True, kw_only=True):
     label: str
     """The label that new tokens carry now; "default" after a restart."""
     version: int | None
-    """The version behind `label` as the engine was told by a follower; None when it was never told (a restart)."""
+    """The version behind `label` as the engine was told by a follower; None when it was never told (a
+    restart)."""
     run: str | None
     """The run that `version` belongs to."""
     instance: str
@@ -46,7 +48,8 @@ class Refit(Struct, frozen=True, kw_only=True):
     """The version that must be live now for `file` to be right; None: `file` is full, any state will do."""
     have_label: str | None
     file: Path
-    """A delta file whose every change is an absolute value (`codec`, absolute level); full tensors when `have` is None."""
+    """A delta file whose every change is an absolute value (`codec`, absolute level); full tensors when
+    `have` is None."""
     digests: dict[str, str]
     """Additive digest that each tensor in `file` must have afterwards, by Hugging Face name."""
 
@@ -66,7 +69,8 @@ class EnginePort(Protocol):
         ...
 
     def prepare(self, refit: Refit) -> Prepared:
-        """Validate names, shapes and dtypes and decode, while the engine serves. Raises `RefitError("old")` and lists all misses."""
+        """Validate names, shapes and dtypes and decode, while the engine serves. Raises `RefitError("old")`
+        and lists all misses."""
         ...
 
     def pause(self, prepared: Prepared) -> None:
@@ -102,7 +106,8 @@ class EnginePort(Protocol):
         ...
 
     def digests(self, names: tuple[str, ...] | None = None) -> dict[str, str]:
-        """Additive digest of live tensors in the stored dtypes, recomputed in full (the work behind `weightline check`)."""
+        """Additive digest of live tensors in the stored dtypes, recomputed in full (the work behind
+        `weightline check`)."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""The embedded engine over HTTP: vLLM's pause and resume, and our control routes under `/weightline/` (see docs/design/0001)."""
+"""The embedded engine over HTTP: vLLM's pause and resume, and our control routes under `/weightline/` (see
+docs/design/0001)."""
 
 from __future__ import annotations
 
@@ -46,23 +47,30 @@ class EmbeddedEngine:
         data_timeout: float = DATA_TIMEOUT,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`holder` names this follower process: one live session per engine, and only its holder may replace it.
+        """`holder` names this follower process: one live session per engine, and only its holder may replace
+        it.
 
         Raises `InvalidInput` for a URL that is none.
         """
         import httpx
 
         if not url.startswith(("http://", "https://")):
-            raise InvalidInput(f"engine URL {url!r} does not start with http://", hint="for example http://127.0.0.1:8000")
+            raise InvalidInput(
+                f"engine URL {url!r} does not start with http://", hint="for example http://127.0.0.1:8000"
+            )
         self.url = url.rstrip("/")
         self.holder = holder
         self._control = httpx.Timeout(control_timeout, connect=min(2.0, control_timeout))
         self._data = httpx.Timeout(data_timeout, connect=min(2.0, data_timeout))
         try:
             # No proxy from the environment: an engine is a neighbour, and a proxy would see its traffic.
-            self._http = httpx.Client(base_url=self.url, timeout=self._control, trust_env=False, transport=transport)
+            self._http = httpx.Client(
+                base_url=self.url, timeout=self._control, trust_env=False, transport=transport
+            )
         except httpx.InvalidURL as error:
-            raise InvalidInput(f"engine URL {url!r}: {error}", hint="for example http://127.0.0.1:8000") from None
+            raise InvalidInput(
+                f"engine URL {url!r}: {error}", hint="for example http://127.0.0.1:8000"
+            ) from None
 
     def describe(self) -> EngineDescription:
         return self._call("GET", "/weightline/describe", EngineDescription)
@@ -120,7 +128,9 @@ class EmbeddedEngine:
             )
         except httpx.TransportError as error:
             what = str(error) or type(error).__name__
-            raise Unavailable(f"engine {self.url}: {path}: {what}", hint="is the engine running at that address?") from None
+            raise Unavailable(
+                f"engine {self.url}: {path}: {what}", hint="is the engine running at that address?"
+            ) from None
         if response.status_code >= 400:
             raise self._refusal(path, response.status_code, response.content)
         try:
@@ -141,7 +151,9 @@ class EmbeddedEngine:
             return from_dict(data)
         message = f"engine {self.url}: {path}: HTTP {status}"
         if status == 404 and path.startswith("/weightline/"):
-            return InvalidInput(message, hint="this server has no control routes: is it a `weightline engine`?")
+            return InvalidInput(
+                message, hint="this server has no control routes: is it a `weightline engine`?"
+            )
         if status == 409:
             return ConflictError(message)
         if status in (502, 503, 504):

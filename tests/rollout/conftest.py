@@ -1,0 +1,138 @@
+"""Stores, engines and followers for the tests of `weightline.rollout`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rollout_double import Clock, Engine, Port, bit_equal
+
+from weightline.rollout.follower import Follower
+from weightline.rollout.replica import Replica
+
+BF16 = ml_dtypes.bfloat16
+
+
+def random_weights(seed: int) -> dict[str, np.ndarray]:
+    """A model in miniature, with bf16, fp32, a scalar and bits that floats would not keep."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        "model.embed_tokens.weight": rng.standard_normal((12, 8)).astype(BF16),
+        "model.layers.0.mlp.gate_proj.weight": rng.standard_normal((8, 8)).astype(BF16),
+        "model.layers.0.mlp.up_proj.weight": rng.standard_normal((8, 8)).astype(BF16),
+        "model.layers.0.bias": rng.standard_normal(7).astype(np.float32),
+        "model.norm.weight": np.ones(8, BF16),
+        "model.scale": np.float32(1.5).reshape(()),
+    }
+    weights["model.layers.0.bias"][:2] = np.array([0x7FC00123, 0x80000000], np.uint32).view(np.float32)  # NaN payload, -0.0
+    return weights
+
+
+def stepped(weights: Mapping[str, np.ndarray], seed: int, names: tuple[str, ...] | None = None) -> dict[str, np.ndarray]:
+    """The weights after a small step: some elements of some tensors change."""
+    rng = np.random.default_rng(seed)
+    after = {name: array.copy() for name, array in weights.items()}
+    for name in names or tuple(n for n in weights if n != "model.norm.weight"):
+        flat = after[name].reshape(-1)
+        chosen = rng.choice(flat.size, max(1, flat.size // 6), replace=False)
+        flat[chosen] = rng.standard_normal(chosen.size).astype(flat.dtype)
+    return after
+
+
+class Rig:
+    """One store with committed versions, one engine double, and followers on manual time."""
+
+    def __init__(self, line: Any, versions: Mapping[int, Mapping[str, np.ndarray]], folder: Path) -> None:
+        self.line, self.versions, self.folder = line, dict(versions), folder
+        self.clock = Clock()
+        self.engine = Engine(random_weights(99), self.clock)
+        self.events: list[dict[str, Any]] = []
+        self.replicas: list[Replica] = []
+
+    def put_at(self, version: int) -> None:
+        """Let the engine serve a version without a follower's doing."""
+        for name, array in self.versions[version].items():
+            self.engine.weights[name] = array.copy()
+        for alias, owner in self.engine.aliases.items():
+            self.engine.weights[alias] = self.engine.weights[owner]
+        record = self.line.record(version)
+        self.engine.label, self.engine.version, self.engine.run = record.label, version, self.line.run
+
+    def follower(self, holder: str = "f", **options: Any) -> Follower:
+        replica = Replica(self.line.run, holder, parent=self.folder)
+        self.replicas.append(replica)
+        return Follower(
+            self.line,
+            Port(self.engine, holder),
+            replica,
+            id="engine-0",
+            on_event=self.events.append,
+            clock=self.clock,
+            sleep=self.clock.sleep,
+            **options,
+        )
+
+    def settle(self, follower: Follower, version: int, looks: int = 12) -> None:
+        """Let time pass until the engine serves `version`, bit by bit, and has no session left."""
+        for _ in range(looks):
+            self.clock.now += max(follower.step(), 0.01)
+            self.engine.tick()
+            if self.engine.version == version and self.engine.serving and self.engine.session is None:
+                break
+        assert self.engine.version == version, self.events
+        assert self.engine.label == self.line.record(version).label
+        assert self.engine.serving
+        assert self.engine.session is None
+        assert bit_equal(self.engine, self.versions[version])
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == event]
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.close()
+
+
+@pytest.fixture(scope="session")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A store with versions 1 to 4 and their weights; tests only read it (and acknowledge)."""
+    from weightline.service import CheckpointEngine
+
+    line = CheckpointEngine(tmp_path_factory.mktemp("committed") / "store")
+    weights, versions = random_weights(1), {}
+    for version in range(1, 5):
+        assert line.commit(weights, step=version) == version
+        versions[version] = weights
+        weights = stepped(weights, version)
+    yield line, versions
+    line.close()
+
+
+@pytest.fixture
+def rig(committed: Any, tmp_path: Path) -> Any:
+    rig = Rig(*committed, tmp_path / "run")
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def own_rig(tmp_path: Path) -> Any:
+    """A rig on a store of its own, empty at first; `rig.commit(weights)` adds a version."""
+    from weightline.service import CheckpointEngine
+
+    line = CheckpointEngine(tmp_path / "store")
+    rig = Rig(line, {}, tmp_path / "run")
+
+    def commit(weights: Mapping[str, np.ndarray], **options: Any) -> int:
+        version = line.commit(weights, **options)
+        rig.versions[version] = {name: array.copy() for name, array in weights.items()}
+        return version
+
+    rig.commit = commit  # type: ignore[attr-defined]
+    yield rig
+    rig.close()
+    line.close()
