@@ -81,3 +81,13 @@ def test_kv_of_the_wrong_length_is_refused() -> None:
 
 def test_no_tokens_no_passes() -> None:
     assert passes_of(choice([]), 4).passes == ()
+
+
+def test_kv_of_an_output_that_was_aborted_while_it_was_rebuilt_tells_nothing() -> None:
+    aborted = Choice(
+        token_ids=(1, 2, 3),
+        weight_versions=from_tokens("aab"),
+        kv_weight_versions=from_tokens("c"),
+        finish_reason="abort",
+    )
+    assert passes_of(aborted, 4) == passes_of(choice(["a", "a", "b"]), 4)

@@ -51,7 +51,8 @@ def passes_of(choice: Choice, prompt: int) -> Replayed:
     labels = per_token(choice.weight_versions)
     if not labels:
         return Replayed((), ())
-    kv = per_token(choice.kv_weight_versions) if choice.kv_weight_versions else None
+    told = choice.provenance(prompt)
+    kv = per_token(told) if told else None
     if kv is not None and len(kv) != prompt + len(labels) - 1:
         raise InvalidInput(
             f"kv_weight_versions cover {len(kv)} positions, not {prompt + len(labels) - 1}",

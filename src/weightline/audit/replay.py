@@ -34,7 +34,7 @@ from weightline.service.line import Line
 if TYPE_CHECKING:
     import torch
 
-TIE_MARGIN = 1e-3
+TIE_MARGIN = 5e-4
 """Logit units. See `docs/design/0009-demo-and-replay.md` for the noise that it was measured against."""
 _LONGEST_PASS = 256
 """Positions of one forward call; bounds the memory of its logits (256 × 49,152 × 4 bytes = 50 MB for
@@ -65,7 +65,7 @@ class Mismatch(Struct, frozen=True):
 
 
 class ReplayReport(Struct, frozen=True, kw_only=True):
-    """The outcome. Every token of every request that was looked at is in `tokens_checked` or in `unchecked`."""
+    """The outcome. Every token of the requests looked at is in `tokens_checked` or in `unchecked`."""
 
     tokens_checked: int
     requests_checked: int

@@ -53,6 +53,18 @@ class Choice(Struct, frozen=True, kw_only=True):
         """Whether more than one version sampled it."""
         return len(self.weight_versions) > 1
 
+    def provenance(self, prompt: int) -> tuple[WeightVersionSpan, ...] | None:
+        """`kv_weight_versions`, where they tell of the KV that sampled the last token.
+
+        None when not recorded, and for an output that ended early while its KV was being computed anew: then
+        they cover fewer positions than the prompt (of `prompt` tokens) and the output but its last token.
+        """
+        kv = self.kv_weight_versions
+        covered = kv[-1].end if kv else 0
+        if self.finish_reason in ("abort", "error") and covered < prompt + len(self.token_ids) - 1:
+            return None
+        return kv or None
+
 
 class RolloutRequest(Struct, frozen=True, kw_only=True):
     """One line of a rollout file."""
@@ -134,7 +146,7 @@ def _check(request: RolloutRequest, where: str, run: str | None) -> None:
             spans.validate(choice.weight_versions, n)
         except InvalidInput as error:
             raise InvalidInput(f"{name}: weight_versions: {error.message}", hint=error.hint) from error
-        kv = choice.kv_weight_versions
+        kv = choice.provenance(p)
         if kv and n:
             try:
                 spans.validate(kv, p + n - 1)

@@ -166,7 +166,7 @@ class Children:
             except subprocess.TimeoutExpired:
                 child.signal(signal.SIGKILL)
                 child.process.wait()
-                notes.append(f"{child.name} did not stop within {grace:.0f} s and was killed")
+                notes.append(f"{child.name} did not stop within {grace:g} s and was killed")
             child.thread.join(timeout=2.0)
         return notes
 
