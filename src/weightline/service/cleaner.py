@@ -1,4 +1,4 @@
-"""The background cleaner: retention and abandoned stagings, one process at a time, out of the trainer's way."""
+"""The background cleaner: retention and abandoned stagings, one process at a time."""
 
 from __future__ import annotations
 

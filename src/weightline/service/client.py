@@ -19,7 +19,7 @@ from weightline.service.address import Address, check_socket_path, parse
 from weightline.service.direct import DirectLine
 from weightline.service.rpc import Rpc
 from weightline.service.watching import Watching
-from weightline.store import Store
+from weightline.store import Published, Store, Writer
 from weightline.types import Ack, VersionRecord
 
 if TYPE_CHECKING:
@@ -180,7 +180,10 @@ class ServedLine(DirectLine):
         if self._if_up(lambda: self._call("Ack", ack, wire.Empty)) is None:
             super()._send_ack(ack)
 
-    def _send(self, request: CommitRequest) -> wire.Published:
+    def _new_writer(self) -> Writer:
+        return self._store.writer(publish=self._send)
+
+    def _send(self, request: CommitRequest) -> Published:
         """One publish, repeated with the same commit_id until it is answered: it happens once however often
         it is asked for.
         """
@@ -189,7 +192,7 @@ class ServedLine(DirectLine):
         return _until(
             deadline,
             self._over,
-            lambda: self._rpc.call("Publish", message, wire.Published, timeout=PUBLISH_SECONDS),
+            lambda: self._rpc.call("Publish", message, Published, timeout=PUBLISH_SECONDS),
         )
 
 

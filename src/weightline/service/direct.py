@@ -4,15 +4,12 @@ doors.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
-
-import numpy as np
 
 from weightline.errors import InvalidInput
 from weightline.service.feed import Feed
@@ -25,7 +22,7 @@ from weightline.types import Ack, Verification, VersionRecord
 
 if TYPE_CHECKING:
     from weightline.codec import Delta
-    from weightline.store import Manifest, Recovered, Staged
+    from weightline.store import Manifest, Recovered
 
 
 class DirectLine:
@@ -98,6 +95,7 @@ class DirectLine:
 
     def fetch_delta(self, version: int, have: int | None = None) -> Delta:
         """`Line.fetch_delta`."""
+        self._store.refresh()
         return self._store.fetch_delta(version, have)
 
     def ack(
@@ -136,14 +134,13 @@ class DirectLine:
 
     def manifest(self, version: int) -> Manifest:
         """`Line.manifest`."""
+        self._store.refresh()
         return self._store.manifest(version)
 
     def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
         """`Line.load`."""
-        if like not in ("numpy", "torch"):
-            raise InvalidInput(f"load: like={like!r}", hint='"numpy" or "torch"')
-        weights = self._store.load(version)
-        return {name: to_torch(array) for name, array in weights.items()} if like == "torch" else weights
+        self._store.refresh()
+        return self._store.load(version, like=like)
 
     def recover(self) -> Recovered:
         """`Line.recover`."""
@@ -176,35 +173,17 @@ class DirectLine:
 
     def _commit_now(self, weights: Any, options: Mapping[str, Any]) -> int:
         if self._writer is None:
-            self._writer = self._store.writer()
-        staged = self._writer.stage(weights, **options)
-        record = self._publish(self._writer, staged)
-        self._feed.announce(record.version)
-        return record.version
+            self._writer = self._new_writer()
+        version = self._writer.commit(weights, **options).version
+        self._feed.announce(version)
+        return version
 
-    def _publish(self, writer: Writer, staged: Staged) -> VersionRecord:
-        return writer.publish(staged)
+    def _new_writer(self) -> Writer:
+        return self._store.writer()
 
     def _send_ack(self, ack: Ack) -> None:
         self._store.ack(ack)
 
-
-def to_torch(array: np.ndarray[Any, Any]) -> Any:
-    """The array as a `torch.Tensor` over the same memory, bit for bit; bf16 and fp8 included.
-
-    torch knows ml_dtypes' types by name only, so the bits go over as integers and are viewed. Loaded by name:
-    this layer works without torch, and only somebody who asks for tensors has it.
-    """
-    torch = importlib.import_module("torch")
-    plain = array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")
-    name = _TORCH_NAMES.get(plain.dtype.name)
-    if name is None:
-        return torch.from_numpy(plain)
-    carrier = plain.view(np.uint8 if plain.dtype.itemsize == 1 else np.int16)
-    return torch.from_numpy(carrier).view(getattr(torch, name))
-
-
-_TORCH_NAMES = {"bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 
 COMMIT_OPTIONS = frozenset(
     {

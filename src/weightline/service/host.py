@@ -19,7 +19,7 @@ from weightline.errors import ConflictError, FormatError, Unavailable, Weightlin
 from weightline.service import wire
 from weightline.service.feed import POLL_SECONDS
 from weightline.service.subscribers import Roll
-from weightline.store import Store
+from weightline.store import Published, Store
 from weightline.types import Ack, VersionRecord
 
 log = logging.getLogger("weightline.server")
@@ -90,17 +90,17 @@ class Host:
             heartbeat=HEARTBEAT_SECONDS,
         )
 
-    async def publish(self, message: wire.Publish) -> wire.Published:
+    async def publish(self, message: wire.Publish) -> Published:
         if message.run != self._store.run:
             raise ConflictError(
                 f"{message.client} commits to run {message.run}, this server serves run {self._store.run}",
                 hint="connect again: another store is served at this address now",
             )
         done = await self._ledger(partial(self._store.publish, message.request))
-        record = done.record
-        self._learn(record.version)
-        log.info("version %d of %s%s", record.version, message.client, " (repeated)" if done.repeated else "")
-        return wire.Published(record=record, epoch=done.epoch, repeated=done.repeated)
+        self._learn(done.record.version)
+        again = " (repeated)" if done.repeated else ""
+        log.info("version %d from %s%s", done.record.version, message.client, again)
+        return done
 
     async def watch(self, message: wire.Watch) -> AsyncIterator[wire.Event]:
         bell = asyncio.Event()

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from weightline.core.commit import CommitRequest
 from weightline.errors import FormatError, WeightlineError, from_dict
+from weightline.store import Published
 from weightline.types import Ack, VersionRecord
 
 PROTOCOL = 1
@@ -57,14 +58,6 @@ class Publish(Struct, frozen=True, kw_only=True):
     """The run that the trainer is of: a server of another store refuses."""
     request: CommitRequest
     client: str
-
-
-class Published(Struct, frozen=True, kw_only=True):
-    """The version that the staging has become, now or when it was first published."""
-
-    record: VersionRecord
-    epoch: int
-    repeated: bool
 
 
 class Watch(Struct, frozen=True, kw_only=True):
