@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightline.errors import InvalidInput, Unavailable
+
+if TYPE_CHECKING:
+    from weightline.generate.engine import Engine
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -80,7 +85,6 @@ def _serve(
 ) -> None:
     started = time.monotonic()
     import torch
-    import uvicorn
 
     from weightline import codec
     from weightline.generate.app import build_app
@@ -107,18 +111,47 @@ def _serve(
     }
 
     app = build_app(engine)
-
-    @asynccontextmanager
-    async def lifespan(_app: Any) -> Any:
-        if ready is not None:
-            ready(facts)
-        yield
-        # Ends running requests with their terminal event, so that no client waits for ever.
-        engine.stop()
-
-    app.router.lifespan_context = lifespan
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=5
-    )
     with engine:
-        uvicorn.Server(config).run(sockets=[listener])
+        asyncio.run(_listen(app, engine, listener, facts, ready))
+
+
+async def _listen(
+    app: Any,
+    engine: Engine,
+    listener: socket.socket,
+    facts: dict[str, Any],
+    ready: Callable[[dict[str, Any]], None] | None,
+) -> None:
+    """Serve until a signal. Then running requests end with what they have, their answers go out, and it
+    returns.
+    """
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Signals are ours: uvicorn would raise them again after its shutdown, and so end the process
+            by signal.
+            """
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if ready is not None and not self.should_exit:
+                ready(facts)
+
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5
+    )
+    server = Server(config)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+        loop.run_in_executor(None, engine.stop)
+
+    with suppress(ValueError, RuntimeError):  # not the main thread: whoever runs it there stops it otherwise
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+    await server.serve(sockets=[listener])
