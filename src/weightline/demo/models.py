@@ -46,7 +46,7 @@ def tiny_model(
     vocab: int = 512,
     dtype: str = "BF16",
 ) -> Path:
-    """Write a random model of about 0.4 M parameters, with a tokenizer of its own, to `out`, and return `out`.
+    """Write a random model of about 0.4 M parameters, with a tokenizer of its own, to `out`; return `out`.
 
     Every string can be encoded and every one of the `vocab` ids decodes. The same arguments give the same
     bytes. `dtype` is the stored one ("BF16", "F16" or "F32"). Raises `InvalidInput` when `out` already holds
@@ -154,7 +154,7 @@ _HF_HINT = (
 def stored_tensors(folder: Path) -> dict[str, str]:
     """Tensor name -> file name of the safetensors weights in a model folder.
 
-    Each header is checked against its file's size. Raises `InvalidInput` when weights are missing or cut short.
+    Headers are checked against file sizes. Raises `InvalidInput` when weights are missing or cut short.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
