@@ -48,6 +48,7 @@ def finished_board() -> Board:
         board.see_engine(EngineSeen(name, "3@aa", False))
         for pause in (4.0, 9.5, 7.0):
             board.see_follower(name, {"event": "refit", "version": 1, "pause_ms": pause})
+    board.see_follower("engine-0", {"event": "refused", "version": 2, "error": {"message": "no room"}})
     for step, reward in ((1, 0.25), (2, 0.5)):
         board.see_trainer(
             {
@@ -94,7 +95,13 @@ def test_report_has_the_keys_that_checks_read() -> None:
     report = build(finished_board(), seconds=12.0, phases={"train": 9.0}, folder=None)
     document = msgspec.to_builtins(report)
     assert document["versions"] == [1, 2, 3]
-    assert document["engines"][0] == {"id": "engine-0", "version": 3, "refits": 3, "max_pause_ms": 9.5}
+    assert document["engines"][0] == {
+        "id": "engine-0",
+        "version": 3,
+        "refits": 3,
+        "max_pause_ms": 9.5,
+        "refused": 1,
+    }
     assert document["rollouts"] == {"requests": 10, "tokens": 640, "dropped": 0, "mixed": 3}
     assert document["bytes"]["full"] == 3000
     assert document["bytes"]["delta_total"] == 100

@@ -42,6 +42,10 @@ class EngineState:
     last_pause_ms: float | None = None
     max_pause_ms: float | None = None
     paused: bool = False
+    refused: int = 0
+    """Refits that did not go through; each is tried again."""
+    trouble: str = ""
+    """Why the last of them did not."""
 
 
 @dataclass
@@ -130,9 +134,12 @@ class Board:
 
     def see_follower(self, engine: str, event: dict[str, Any]) -> None:
         """Take over an event of an engine's follower."""
+        state = self.engines[engine]
+        if event["event"] == "refused":
+            state.refused += 1
+            state.trouble = str((event.get("error") or {}).get("message", ""))
         if event["event"] != "refit":
             return
-        state = self.engines[engine]
         state.refits += 1
         pause = event.get("pause_ms")
         if pause is not None:

@@ -21,6 +21,8 @@ class EngineLine(Struct, frozen=True):
     refits: int
     max_pause_ms: float | None
     """Longest time that it was paused for a version, in milliseconds."""
+    refused: int = 0
+    """Refits that did not go through and were tried again."""
 
 
 class Rollouts(Struct, frozen=True):
@@ -105,7 +107,13 @@ def build(board: Board, *, seconds: float, phases: dict[str, float], folder: Pat
         model=board.model,
         versions=versions,
         engines=[
-            EngineLine(id=name, version=e.version, refits=e.refits, max_pause_ms=e.max_pause_ms)
+            EngineLine(
+                id=name,
+                version=e.version,
+                refits=e.refits,
+                max_pause_ms=e.max_pause_ms,
+                refused=e.refused,
+            )
             for name, e in board.engines.items()
         ],
         rollouts=Rollouts(**board.rollouts),
@@ -158,7 +166,8 @@ def summary(report: DemoReport) -> RenderableType:
         rows.add_row(
             engine.id,
             f"serves version {engine.version}, {engine.refits} refits, "
-            f"longest pause {milliseconds(engine.max_pause_ms)}",
+            f"longest pause {milliseconds(engine.max_pause_ms)}"
+            + (f", {engine.refused} refits were tried again" if engine.refused else ""),
         )
     r = report.rollouts
     rows.add_row(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import msgspec
 from rich.console import Console
 
 from weightline.demo import report as reports
@@ -126,63 +127,58 @@ class Demo:
 
     def _resolve_model(self) -> Path:
         self._phase("model")
-        self._start(
-            "model", "-m", "weightline.demo.resolve", self.model, str(model_cache()), threads=_cores()
-        )
+        self._start("model", "weightline.demo.resolve", self.model, model_cache(), threads=_cores())
         self._wait(lambda: "model" in self._ended, "the model folder", timeout=900.0)
         if self._folder is None:
             raise self.children.failure(ChildExit("model", 0))
         return self._folder
 
     def _start_processes(self, model: Path) -> None:
+        """Server and engines at once; the trainer when there is a server; each follower when its engine is
+        up.
+        """
         self._phase("processes")
-        server = (
-            "-m",
-            "weightline",
-            "serve",
-            str(self.places.store),
-            "--listen",
-            f"unix:{self.places.socket}",
-        )
-        self._start("server", *server, "--runtime-dir", str(self.places.runtime), "--json")
-        for name in self.board.engines:
-            engine = ("-m", "weightline", "engine", str(model), "--port", str(self._port(name)), "--json")
-            self._start(name, *engine)
-        self._wait(lambda: self._ready("server"), "the server to be ready", timeout=120.0)
-        self._probe = Probe(
-            self.children.inbox, self.url, {name: self._url(name) for name in self.board.engines}
-        )
+        listen, runtime = f"unix:{self.places.socket}", self.places.runtime
         self._start(
-            "trainer",
-            "-m",
-            "weightline.demo.trainer",
-            "--config",
-            str(self._trainer_config(model)),
-            threads=_cores(),
+            "server", "weightline", "serve", self.places.store, "--listen", listen, "--runtime-dir", runtime
         )
         for name in self.board.engines:
-            self._wait(lambda name=name: self._ready(name), f"{name} to be ready", timeout=300.0)  # type: ignore[misc]
-            follow = ("-m", "weightline", "follow", self.url, "--engine", f"embedded={self._url(name)}")
-            runtime = self.places.runtime / name
-            self._start(_follower(name), *follow, "--id", name, "--runtime-dir", str(runtime), "--json")
+            self._start(name, "weightline", "engine", model, "--port", self._port(name))
+        self._await_ready("server")
+        addresses = {name: self._url(name) for name in self.board.engines}
+        self._probe = Probe(self.children.inbox, self.url, addresses)
+        config = self._trainer_config(model)
+        self._start("trainer", "weightline.demo.trainer", "--config", config, threads=_cores())
+        for name, url in addresses.items():
+            self._await_ready(name)
+            where = ("--engine", f"embedded={url}", "--id", name, "--runtime-dir", runtime / name)
+            self._start(_follower(name), "weightline", "follow", self.url, *where)
         self._wait(lambda: self.board.newest is not None, "the first version", timeout=600.0)
 
+    def _await_ready(self, name: str) -> None:
+        self._wait(lambda: self._ready(name), f"{name} to be ready", timeout=300.0)
+
     def _trainer_config(self, model: Path) -> Path:
-        raise NotImplementedError
+        from weightline.demo.trainer import default_config
+
+        config = msgspec.structs.replace(
+            default_config(self.model),
+            store=self.url,
+            engines=tuple(self._url(name) for name in self.board.engines),
+            model=str(model),
+            rollouts=str(self.rollouts),
+        )
+        if self.steps is not None:
+            config = msgspec.structs.replace(config, steps=self.steps)
+        self.board.planned_steps = config.steps
+        path = self.places.run / "trainer.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+        return path
 
     def _audit(self, model: Path) -> None:
         self._phase("audit")
-        rollouts = self.places.run / "rollouts.jsonl"
-        audit = (
-            "-m",
-            "weightline.audit",
-            self.url,
-            str(model),
-            str(rollouts),
-            "--requests",
-            str(AUDITED_REQUESTS),
-        )
-        self._start("audit", *audit, threads=_cores())
+        sample = ("--requests", AUDITED_REQUESTS)
+        self._start("audit", "weightline.audit", self.url, model, self.rollouts, *sample, threads=_cores())
         self._wait(lambda: "audit" in self._ended, "the replay", timeout=900.0)
         if self.board.audit.outcome is None:
             raise self.children.failure(ChildExit("audit", 0))
@@ -193,6 +189,11 @@ class Demo:
     def url(self) -> str:
         """The server's address."""
         return f"unix://{self.places.socket}"
+
+    @property
+    def rollouts(self) -> Path:
+        """The rollout file."""
+        return self.places.run / "rollouts.jsonl"
 
     def _port(self, engine: str) -> int:
         return self.ports.numbers[list(self.board.engines).index(engine)]
@@ -208,11 +209,11 @@ class Demo:
         self._phase_started, self.board.phase = now, name
         self.view.update(now=True)
 
-    def _start(self, name: str, *arguments: str, threads: int = 1) -> None:
-        env = {
-            variable: str(threads) for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-        }
-        self.children.start(name, arguments, env=env)
+    def _start(self, name: str, module: str, *arguments: object, threads: int = 1) -> None:
+        """Run `python -m MODULE ARGUMENTS...` as a child; commands of ours are asked for events."""
+        command = ["-m", module, *map(str, arguments), *(["--json"] if module == "weightline" else [])]
+        env = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMBA")}
+        self.children.start(name, command, env=env)
         self.board.parts[name] = "starting"
 
     def _ready(self, name: str) -> bool:

@@ -151,7 +151,7 @@ def _engines(board: Board) -> Table:
         table.add_row(
             name,
             Text(label, style="yellow" if behind else "green"),
-            str(e.refits),
+            f"{e.refits} ({e.refused} refused)" if e.refused else str(e.refits),
             milliseconds(e.last_pause_ms),
             milliseconds(e.max_pause_ms),
         )
@@ -177,6 +177,7 @@ class Lines:
         self._versions: set[int] = set()
         self._steps = 0
         self._refits: dict[str, int] = {}
+        self._refused: dict[str, int] = {}
         self._audited = False
 
     def __enter__(self) -> Self:
@@ -219,6 +220,9 @@ class Lines:
                     f"{name}: refit {engine.refits}, serves {engine.label or '?'}, "
                     f"pause {milliseconds(engine.last_pause_ms)}"
                 )
+            if engine.refused > self._refused.get(name, 0):
+                self._refused[name] = engine.refused
+                self._say(f"{name}: refit refused, will be tried again: {engine.trouble}")
         for step in board.steps[self._steps :]:
             self._say(
                 f"step {step.step}: reward {step.reward_mean:.3f} ± {step.reward_std:.3f}, "
