@@ -142,7 +142,10 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; a write to the view is a write to the tensor."""
     import torch
 
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    if not tensor.numel():
+        return memoryview(bytearray())
+    # A single element may have any stride and still count as contiguous: say it plainly.
+    array: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(array)
 
 

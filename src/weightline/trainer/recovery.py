@@ -124,7 +124,7 @@ def _compare(model: Any, weights: Mapping[str, Any], version: int) -> None:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _paired(
