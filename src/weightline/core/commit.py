@@ -68,13 +68,11 @@ class Done(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """The machine gives up; what it was for is not in the log (`Unavailable`: may be; repeat with the
+    """The machine gives up; nothing was published (`Unavailable`: nobody can tell; repeat with the
     commit_id).
     """
 
     error: WeightlineError
-    epoch: int | None = None
-    """The epoch that was taken on the way, if one was."""
 
 
 Effect = PutIfAbsent | ReadEntry | WriteHeadHint | Done | Failed
@@ -245,7 +243,7 @@ class _Commit:
             if self.epoch is None:
                 return self._fence(state)
             if (refusal := self._refusal(state)) is not None:
-                return Failed(refusal, self.epoch)
+                return Failed(refusal)
         if self.epoch == state.epoch and (abandon := self._abandon(state)) is not None:
             return abandon
         if done is not None:

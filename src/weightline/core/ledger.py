@@ -157,7 +157,8 @@ class LedgerState:
         """Epoch that may commit; 0 before the first fence."""
         self.fence_write_id = ""
         """Write id of the fence that began `epoch`."""
-        self.retired: frozenset[int] = frozenset()
+        self.retired: dict[int, float] = {}
+        """version -> when its retirement was announced. Never changed in place."""
         self.yanked: frozenset[int] = frozenset()
         self.abandoned: frozenset[int] = frozenset()
         self._index = _Index()
@@ -249,7 +250,7 @@ class LedgerState:
                 state._append(seq, entry)
             case RetireEntry():
                 self._check_known(seq, entry.versions)
-                state.retired = self.retired | frozenset(entry.versions)
+                state.retired = {**self.retired, **dict.fromkeys(entry.versions, entry.at)}
             case YankEntry():
                 self._check_known(seq, (entry.version,))
                 state.yanked = self.yanked | {entry.version}

@@ -78,6 +78,20 @@ def plan(state: LedgerState, have: int | None, want: int, *, gone: Collection[in
     return best
 
 
+def forward(state: LedgerState, have: int, want: int) -> tuple[int, ...] | None:
+    """The versions whose deltas lead from the bytes of `have` to those of `want`, oldest first; None if none
+    do.
+    """
+    out, at = [], want
+    while at > have:
+        base = state.version(at).base
+        if base is None or at in state.retired:
+            return None
+        out.append(at)
+        at = base
+    return tuple(reversed(out)) if at == have else None
+
+
 def chain(state: LedgerState, version: int) -> list[int]:
     """The versions whose blobs rebuild `version`, oldest first: back over bases to the nearest anchor."""
     out, at = [version], version

@@ -47,20 +47,21 @@ def decide(
     disk_budget: int | None = None,
     pinned: Collection[int] = (),
     leased: Mapping[int, str] | None = None,
+    recovery: int | None = None,
     sizes: Mapping[int, int] | None = None,
 ) -> RetentionDecision:
     """What to retire so that at most `max_versions` anchors and `disk_budget` bytes stay (None: no bound).
 
-    The newest version, pinned and leased ones stay whatever the bounds say. `leased` maps a version to who
-    leases it; `sizes` gives bytes on disk where they are more than the weights (attachments). Raises
-    `InvalidInput` for bounds below 1.
+    The newest version, the one to recover from, pinned and leased ones stay whatever the bounds say. `leased`
+    maps a version to who leases it; `sizes` gives bytes on disk where they are more than the weights
+    (attachments). Raises `InvalidInput` for bounds below 1.
     """
     for name, bound in (("max_versions", max_versions), ("disk_budget", disk_budget)):
         if bound is not None and bound < 1:
             raise InvalidInput(f"{name} is {bound}", hint=f"{name} must be at least 1, or None for no bound")
     alive = [v for v in range(1, len(state) + 1) if v not in state.retired]
     nbytes = {v: max(state.version(v).nbytes, (sizes or {}).get(v, 0)) for v in alive}
-    must = _protected(state, alive, pinned, leased or {})
+    must = _protected(state, alive, pinned, leased or {}, recovery)
     going: dict[int, str] = {}
     for version in alive:
         if missing := [v for v in chain(state, version) if v in state.retired]:
@@ -83,13 +84,21 @@ def decide(
 
 
 def _protected(
-    state: LedgerState, alive: list[int], pinned: Collection[int], leased: Mapping[int, str]
+    state: LedgerState,
+    alive: list[int],
+    pinned: Collection[int],
+    leased: Mapping[int, str],
+    recovery: int | None,
 ) -> dict[int, str]:
     """version -> why it must stay."""
     reasons: dict[int, str] = {}
     roots: list[tuple[int, str, str]] = []
     if newest := len(state):
         roots.append((newest, "the newest", "the newest rests on it"))
+    if recovery is not None:
+        roots.append(
+            (recovery, "recover() goes back to it", f"version {recovery}, for recover(), rests on it")
+        )
     roots += [(v, "pinned", f"pinned version {v} rests on it") for v in sorted(pinned)]
     roots += [(v, f"leased by {who}", f"leased version {v} rests on it") for v, who in sorted(leased.items())]
     known = set(alive)

@@ -1,0 +1,31 @@
+"""The store: a ledger, version folders and an index on a local folder.
+
+`Store` reads and cleans, its `Writer` commits. The log is the truth; everything else can be rebuilt or is
+staged.
+"""
+
+from __future__ import annotations
+
+from weightline.core.commit import CommitRequest
+from weightline.store.catalog import Subscriber, TraceEvent
+from weightline.store.collect import CollectReport
+from weightline.store.leases import Lease
+from weightline.store.manifest import Blob, Manifest, TensorEntry
+from weightline.store.store import Recovered, Store
+from weightline.store.writer import Published, Staged, Writer
+
+__all__ = [
+    "Blob",
+    "CollectReport",
+    "CommitRequest",
+    "Lease",
+    "Manifest",
+    "Published",
+    "Recovered",
+    "Staged",
+    "Store",
+    "Subscriber",
+    "TensorEntry",
+    "TraceEvent",
+    "Writer",
+]

@@ -1,0 +1,219 @@
+"""The catalogue: an SQLite index beside the log. It may be deleted at any time: what the log and the
+manifests know is rebuilt, and only acknowledgements and traces are lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from weightline.core.ledger import LedgerState, VersionEntry
+from weightline.types import Ack
+
+logger = logging.getLogger(__name__)
+
+NAME = "catalog.sqlite"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY, seq INTEGER NOT NULL, label TEXT NOT NULL,
+  step INTEGER, parent INTEGER, base INTEGER, stored TEXT NOT NULL, nbytes INTEGER NOT NULL, at REAL NOT NULL,
+  entry BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS acks (subscriber TEXT NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL,
+  verified TEXT NOT NULL, pause_ms REAL, detail TEXT NOT NULL, PRIMARY KEY (subscriber, version));
+CREATE INDEX IF NOT EXISTS acks_by_version ON acks (version);
+CREATE TABLE IF NOT EXISTS subscribers (name TEXT PRIMARY KEY, version INTEGER, seen REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, version INTEGER NOT NULL, stage TEXT NOT NULL,
+  subscriber TEXT NOT NULL, at REAL NOT NULL, detail TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS events_by_version ON events (version);
+"""
+_BUSY_S = 10.0
+
+
+class TraceEvent(Struct, frozen=True, kw_only=True):
+    """One step of one version on its way from the trainer to an engine."""
+
+    version: int
+    stage: str
+    """committed, staged, published, notified, fetched, verified, applied, acknowledged, ..."""
+    at: float
+    subscriber: str = ""
+    detail: str = ""
+
+
+class Subscriber(Struct, frozen=True):
+    """An engine's follower, as its acknowledgements tell."""
+
+    name: str
+    version: int | None
+    seen: float
+
+
+class Catalog:
+    """One process's handle on `catalog.sqlite`. Safe to use from several threads; opened on first use.
+
+    A damaged file is replaced by a new one, with a warning. Raises `sqlite3.Error` only for a disk that does
+    not work.
+    """
+
+    def __init__(self, root: Path, state: Callable[[], LedgerState], clock: Callable[[], float]) -> None:
+        self.path = root / NAME
+        self._state = state
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._indexed = 0
+
+    @property
+    def rebuilt_at(self) -> float | None:
+        """When the file was made anew although versions existed: acknowledgements from before are lost."""
+        rows = self._rows("SELECT value FROM facts WHERE name = 'rebuilt_at'")
+        return float(str(rows[0][0])) if rows else None
+
+    def index(self) -> None:
+        """Take in the versions that the log has and the catalogue lacks."""
+        state = self._state()
+        if self._connection is not None and self._indexed == len(state):
+            return
+        with self._lock:
+            for entry in state.versions()[self._indexed :]:
+                self._insert(entry, state.seq_of(entry.version))
+            self._indexed = len(state)
+
+    def ack(self, ack: Ack) -> None:
+        """Note an acknowledgement. The same one again is fine."""
+        self._write(
+            "INSERT OR REPLACE INTO acks VALUES (?, ?, ?, ?, ?, ?)",
+            (ack.subscriber, ack.version, ack.at, ack.verified, ack.pause_ms, ack.detail),
+        )
+        self._write(
+            "INSERT INTO subscribers VALUES (?1, ?2, ?3) "
+            "ON CONFLICT (name) DO UPDATE SET version = ?2, seen = ?3",
+            (ack.subscriber, ack.version, ack.at),
+        )
+
+    def acks(self) -> dict[int, tuple[Ack, ...]]:
+        """version -> acknowledgements, in the order of their arrival."""
+        out: dict[int, list[Ack]] = {}
+        for row in self._rows(
+            "SELECT subscriber, version, verified, at, pause_ms, detail FROM acks ORDER BY at, rowid"
+        ):
+            ack = msgspec.convert(dict(zip(Ack.__struct_fields__, row, strict=True)), Ack)
+            out.setdefault(ack.version, []).append(ack)
+        return {version: tuple(acks) for version, acks in out.items()}
+
+    def subscribers(self) -> list[Subscriber]:
+        """Everyone who ever acknowledged, with the last version they took."""
+        rows = self._rows("SELECT name, version, seen FROM subscribers ORDER BY name")
+        return [
+            msgspec.convert(dict(zip(("name", "version", "seen"), r, strict=True)), Subscriber) for r in rows
+        ]
+
+    def trace(self, event: TraceEvent) -> None:
+        """Note one step of a version."""
+        self._write(
+            "INSERT INTO events (version, stage, subscriber, at, detail) VALUES (?, ?, ?, ?, ?)",
+            (event.version, event.stage, event.subscriber, event.at, event.detail),
+        )
+
+    def events(self, version: int) -> list[TraceEvent]:
+        """Steps of a version, oldest first."""
+        rows = self._rows(
+            "SELECT version, stage, at, subscriber, detail FROM events WHERE version = ? ORDER BY at, id",
+            (version,),
+        )
+        fields = TraceEvent.__struct_fields__
+        return [msgspec.convert(dict(zip(fields, row, strict=True)), TraceEvent) for row in rows]
+
+    def close(self) -> None:
+        """Close the file. The next use opens it again."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+                self._indexed = 0
+
+    def _insert(self, entry: VersionEntry, seq: int) -> None:
+        self._write(
+            "INSERT OR IGNORE INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                entry.version,
+                seq,
+                entry.label,
+                entry.step,
+                entry.parent,
+                entry.base,
+                entry.stored,
+                entry.nbytes,
+                entry.at,
+                msgspec.json.encode(entry),
+            ),
+        )
+
+    def _rows(self, query: str, values: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+        with self._lock:
+            if self._connection is None and not self.path.exists():
+                return []
+            try:
+                return self._open().execute(query, values).fetchall()
+            except sqlite3.DatabaseError as error:
+                if not _damaged(error):
+                    raise
+                self._replace(error)
+                return self._open().execute(query, values).fetchall()
+
+    def _write(self, query: str, values: tuple[object, ...]) -> None:
+        with self._lock:
+            try:
+                self._open().execute(query, values)
+            except sqlite3.DatabaseError as error:
+                if not _damaged(error):
+                    raise
+                self._replace(error)
+                self._open().execute(query, values)
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is not None:
+            return self._connection
+        fresh = not self.path.exists()
+        connection = sqlite3.connect(
+            self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.executescript(_SCHEMA)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        state = self._state()
+        if fresh and len(state):
+            logger.warning("%s was missing and is rebuilt; acknowledgements and traces are lost", self.path)
+            connection.execute(
+                "INSERT OR REPLACE INTO facts VALUES ('rebuilt_at', ?)", (repr(self._clock()),)
+            )
+        row = connection.execute("SELECT count(*) FROM versions").fetchone()
+        self._indexed = min(int(row[0]), len(state))
+        return connection
+
+    def _replace(self, error: sqlite3.DatabaseError) -> None:
+        logger.warning("%s is damaged (%s) and is rebuilt", self.path, error)
+        self.close()
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                self.path.with_name(self.path.name + suffix).unlink()
+        self._indexed = 0
+        self._open()
+        self.index()
+
+
+def _damaged(error: sqlite3.DatabaseError) -> bool:
+    name = getattr(error, "sqlite_errorname", "")
+    return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or "no such table" in str(error)

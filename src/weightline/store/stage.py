@@ -1,0 +1,204 @@
+"""Writing one version folder: blobs, attachments, model files, manifest, all durable before anybody may name
+it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weightline import codec
+from weightline.codec import Delta
+from weightline.codec.dtypes import Bits
+from weightline.core.commit import CommitRequest
+from weightline.core.plan import anchor_due
+from weightline.errors import InvalidInput
+from weightline.store import checkpoint, manifest, staging
+from weightline.store import owner as owners
+from weightline.store.disk import sha256_of, typed
+from weightline.store.manifest import ATTACHMENTS, DELTA, MANIFEST, Blob, Manifest, TensorEntry
+from weightline.store.offer import Options, raw_size
+from weightline.store.reading import remember
+from weightline.types import TensorSpec
+
+if TYPE_CHECKING:
+    from weightline.store.store import Store
+
+
+class Pieces:
+    """The weights of one version, as a delta on the head or on their own."""
+
+    def __init__(
+        self, table: dict[str, TensorEntry], bits: Callable[[str], Bits], delta: Delta | None, changed: int
+    ) -> None:
+        self.table = table
+        """Every tensor of the version."""
+        self.bits = bits
+        """Name -> all bits of the tensor in this version."""
+        self.delta = delta
+        self.changed = changed
+
+    @classmethod
+    def alone(cls, specs: Mapping[str, TensorSpec], bits: Mapping[str, Bits]) -> Pieces:
+        """Whole weights without a base."""
+        table = {name: TensorEntry(spec, codec.digest_of(bits[name])) for name, spec in specs.items()}
+        return cls(table, bits.__getitem__, None, sum(flat.size for flat in bits.values()))
+
+    @classmethod
+    def after(cls, head: Mapping[str, TensorEntry], delta: Delta, bits: Mapping[str, Bits]) -> Pieces:
+        """The head with a delta on top."""
+        table = dict(head)
+        changed = set(delta.changed)
+        for change in delta.changes():
+            table[change.spec.name] = TensorEntry(change.spec, change.digest)
+
+        def after(name: str) -> Bits:
+            if name not in changed:
+                return bits[name]
+            change = delta.change(name)
+            if change.index is None:
+                return change.bits
+            flat = np.array(bits[name], copy=True)
+            flat[change.index] = change.bits
+            return flat
+
+        return cls(table, after, delta, delta.elements)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: entry.spec for name, entry in self.table.items()}
+
+
+class Draft:
+    """Writes one version folder."""
+
+    def __init__(self, store: Store, shard_nbytes: int, options: Options) -> None:
+        self._store = store
+        self._disk = store.disk
+        self._shard_nbytes = shard_nbytes
+        self._options = options
+
+    def write(self, pieces: Pieces, *, base: int | None, parent: int | None) -> tuple[CommitRequest, Path]:
+        """The complete folder and the request that would make it a version. After an error the folder is
+        gone.
+        """
+        folder = staging.create(self._store.root, self._disk)
+        try:
+            with typed(f"staging {folder}"):
+                request = self._fill(folder, pieces, base, parent)
+                staging.seal(folder, self._disk)
+            return request, folder
+        except BaseException:
+            staging.discard(folder, self._disk, lambda: self._store.state)
+            raise
+
+    def _fill(self, folder: Path, pieces: Pieces, base: int | None, parent: int | None) -> CommitRequest:
+        options = self._options
+        raw_nbytes, elements = raw_size(pieces.specs)
+        blobs: list[Blob] = []
+        if pieces.delta is not None:
+            blobs.append(self._write_delta(folder, pieces.delta.numbered(base, None)))
+        delta_nbytes = sum(blob.nbytes for blob in blobs)
+        anchor = options.anchor or base is None or self._due(base, delta_nbytes, raw_nbytes)
+        if anchor:
+            specs = list(pieces.specs.values())
+            blobs += checkpoint.write_anchor(
+                self._disk, folder, specs, pieces.bits, shard_nbytes=self._shard_nbytes
+            )
+        nbytes = sum(blob.nbytes for blob in blobs)
+        blobs += self._model_files(folder, base, anchor)
+        blobs += self._attachments(folder)
+        changed = set(pieces.table) if anchor else set(pieces.delta.changed if pieces.delta else ())
+        weights_digest = codec.weights_digest((t.spec, t.digest) for t in pieces.table.values())
+        record = Manifest(
+            run=self._store.run,
+            base=base,
+            step=options.step,
+            complete=anchor,
+            tensors=tuple(entry for name, entry in sorted(pieces.table.items()) if name in changed),
+            blobs=tuple(blobs),
+            weights_digest=weights_digest,
+            raw_nbytes=raw_nbytes,
+            elements=elements,
+            changed=pieces.changed,
+            attachments=tuple(sorted(options.attachments)),
+            metadata=dict(options.metadata),
+            created_at=self._store.clock(),
+        )
+        _, digest = self._disk.write_new(folder / MANIFEST, [manifest.encode(record)])
+        for blob in blobs:
+            remember(folder / blob.name, blob.sha256)
+        return CommitRequest(
+            commit_id=options.commit_id or uuid.uuid4().hex,
+            write_id=uuid.uuid4().hex,
+            writer=str(owners.this_process()),
+            epoch=None,
+            at=record.created_at,
+            base=base,
+            parent=parent,
+            step=options.step,
+            label=options.label,
+            stored="anchor" if anchor else "delta",
+            digest=digest,
+            folder=f"{staging.VERSIONS}/{folder.name}",
+            nbytes=nbytes,
+            delta_nbytes=delta_nbytes,
+            raw_nbytes=raw_nbytes,
+            changed=pieces.changed,
+            elements=elements,
+            weights_digest=weights_digest,
+            attachments=record.attachments,
+            metadata=record.metadata,
+        )
+
+    def _write_delta(self, folder: Path, delta: Delta) -> Blob:
+        path = folder / DELTA
+        self._disk.on_step(f"create {DELTA}")
+        codec.write_delta(delta, path)
+        return Blob(DELTA, path.stat().st_size, sha256_of(path), "delta")
+
+    def _due(self, base: int, delta_nbytes: int, anchor_nbytes: int) -> bool:
+        """Do the deltas since the last anchor outweigh an anchor?"""
+        state, total, at = self._store.state, delta_nbytes, base
+        while True:
+            entry = state.version(at)
+            if entry.stored == "anchor" or entry.base is None:
+                return anchor_due(total, anchor_nbytes)
+            total, at = total + entry.delta_nbytes, entry.base
+
+    def _model_files(self, folder: Path, base: int | None, anchor: bool) -> list[Blob]:
+        """Those that were given; for an anchor else those of the version before: a folder that opens by
+        itself.
+        """
+        if self._options.model_files is not None:
+            sources = checkpoint.model_files(self._options.model_files)
+        elif anchor and base is not None:
+            sources = self._store.model_files(base)
+        else:
+            return []
+        return list(checkpoint.copy_model_files(self._disk, sources, folder))
+
+    def _attachments(self, folder: Path) -> list[Blob]:
+        given = self._options.attachments
+        if not given:
+            return []
+        (folder / ATTACHMENTS).mkdir()
+        blobs = []
+        for name, value in sorted(given.items()):
+            path = folder / ATTACHMENTS / name
+            try:
+                nbytes, sha = (
+                    self._disk.write_new(path, [value])
+                    if isinstance(value, bytes)
+                    else self._disk.copy_new(Path(value), path)
+                )
+            except FileNotFoundError:
+                raise InvalidInput(
+                    f"attachment {name!r}: {value} is gone", hint="give a file that stays"
+                ) from None
+            blobs.append(Blob(f"{ATTACHMENTS}/{name}", nbytes, sha, "attachment"))
+        return blobs

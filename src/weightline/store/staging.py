@@ -1,0 +1,164 @@
+"""Stagings: version folders that no log entry names yet, who owns them, and when they may go.
+
+`owner.json` in the folder decides. Whoever renames it away owns the folder's fate: the process that publishes
+it for somebody else (`adopt`), the one that gives up (`discard`) or the one that cleans up after the dead
+(`sweep`). A rename succeeds for one of them only, so a folder is never deleted under a publisher.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from weightline.core.ledger import LedgerState
+from weightline.errors import InvalidInput, Unavailable
+from weightline.store import owner as owners
+from weightline.store.disk import Disk, typed
+from weightline.store.manifest import ATTACHMENTS
+
+logger = logging.getLogger(__name__)
+
+VERSIONS = "versions"
+OWNER = "owner.json"
+_CLAIM = ".claim-"
+_CLAIMER = ".claimer-"
+"""Who holds the claim of the same token: one that died with it may be overtaken."""
+
+
+def create(root: Path, disk: Disk) -> Path:
+    """A new, empty, durable staging of this process. Raises `StorageFull`, `Unavailable`."""
+    folder = root / VERSIONS / uuid.uuid4().hex
+    with typed(str(folder)):
+        try:
+            # The owner is written before the folder gets its name, so that no sweeper sees one without.
+            draft = folder.with_name(f".draft-{folder.name}")
+            draft.mkdir()
+            disk.write_new(draft / OWNER, [owners.encode(owners.this_process())])
+            disk.on_step(f"rename {folder.name}")
+            draft.rename(folder)
+            disk.fsync_folder(folder.parent)
+        except BaseException:
+            disk.remove_tree(draft)
+            disk.remove_tree(folder)
+            raise
+    return folder
+
+
+def seal(folder: Path, disk: Disk) -> None:
+    """Make the names in a complete staging durable. Raises `OSError`."""
+    if (folder / ATTACHMENTS).is_dir():
+        disk.fsync_folder(folder / ATTACHMENTS)
+    disk.fsync_folder(folder)
+
+
+def locate(root: Path, relative: str) -> Path:
+    """The folder that a request names. Raises `InvalidInput` unless it is one below `versions/`."""
+    parts = Path(relative).parts
+    if len(parts) != 2 or parts[0] != VERSIONS or not parts[1].isalnum():
+        raise InvalidInput(
+            f"{relative!r} is not a staging of this store", hint="stage in this store's folder"
+        )
+    return root / relative
+
+
+def adopt(folder: Path, disk: Disk) -> None:
+    """Make a staging that another process wrote this process's own. Raises `Unavailable` when it is gone."""
+    with typed(str(folder)):
+        if _owner(folder / OWNER) == owners.this_process():
+            return
+        claim = _claim(folder, folder / OWNER)
+        if claim is None:
+            raise Unavailable(f"staging {folder} is gone", hint="stage and commit again")
+        disk.write_new(folder / OWNER, [owners.encode(owners.this_process())])
+        claim.unlink(missing_ok=True)
+        (folder / claim.name.replace(_CLAIM, _CLAIMER)).unlink(missing_ok=True)
+
+
+def discard(folder: Path, disk: Disk, log: Callable[[], LedgerState]) -> bool:
+    """Delete a staging of this process that nothing names. Never raises: what cannot be deleted is swept
+    later.
+    """
+    try:
+        return _delete(folder, disk, log, lambda owner: owner == owners.this_process())
+    except OSError as error:
+        logger.warning("could not remove staging %s (swept later): %s", folder, error)
+        return False
+
+
+def sweep(root: Path, disk: Disk, log: Callable[[], LedgerState]) -> list[str]:
+    """Delete the stagings of dead processes of this host; gives their folders. `log` reads the log anew."""
+    named = {entry.folder for entry in log().versions()}
+    gone = []
+    for folder in sorted((root / VERSIONS).iterdir()):
+        relative = f"{VERSIONS}/{folder.name}"
+        if relative in named or not folder.is_dir():
+            continue
+        try:
+            if _delete(folder, disk, log, is_dead):
+                gone.append(relative)
+        except OSError as error:
+            logger.warning("could not sweep %s: %s", folder, error)
+    return gone
+
+
+def owner_of(folder: Path) -> owners.Owner | None:
+    """Who owns a staging; None when the folder does not say."""
+    return _owner(folder / OWNER)
+
+
+def is_dead(owner: owners.Owner | None) -> bool:
+    """Is the owner known, and certainly gone?"""
+    return owner is not None and owners.is_dead(owner)
+
+
+def _delete(
+    folder: Path, disk: Disk, log: Callable[[], LedgerState], mine: Callable[[owners.Owner | None], bool]
+) -> bool:
+    source = _claimable(folder)
+    if source is None or not mine(_owner(source)):
+        return False
+    claim = _claim(folder, source)
+    if claim is None:
+        return False
+    relative = f"{VERSIONS}/{folder.name}"
+    # Only now is it certain that nobody publishes it any more; the log may have come to name it before.
+    if not mine(_owner(claim)) or relative in {entry.folder for entry in log().versions()}:
+        with suppress(OSError):
+            claim.rename(folder / OWNER)
+        return False
+    disk.remove_tree(folder)
+    return True
+
+
+def _claimable(folder: Path) -> Path | None:
+    """The file to rename for a claim: owner.json, or the claim of a process that died with it."""
+    if (folder / OWNER).exists():
+        return folder / OWNER
+    for claim in folder.glob(f"{_CLAIM}*"):
+        claimer = _owner(folder / claim.name.replace(_CLAIM, _CLAIMER))
+        if claimer is None or owners.is_dead(claimer):
+            return claim
+    return None
+
+
+def _claim(folder: Path, source: Path) -> Path | None:
+    """Rename `source` to a claim of this process; None when somebody else was first."""
+    token = uuid.uuid4().hex
+    claim, claimer = folder / f"{_CLAIM}{token}", folder / f"{_CLAIMER}{token}"
+    try:
+        claimer.write_bytes(owners.encode(owners.this_process()))
+        source.rename(claim)
+    except FileNotFoundError:
+        claimer.unlink(missing_ok=True)
+        return None
+    return claim
+
+
+def _owner(path: Path) -> owners.Owner | None:
+    try:
+        return owners.decode(path.read_bytes())
+    except OSError:
+        return None

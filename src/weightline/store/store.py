@@ -1,0 +1,478 @@
+"""The store on a local folder: one handle for everything that the log, the version folders and the catalogue
+know.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from weightline.codec import Delta
+from weightline.core import commit as machines
+from weightline.core.commit import CommitRequest
+from weightline.core.ledger import FORMAT, LedgerState, VersionEntry
+from weightline.errors import (
+    FormatError,
+    IntegrityError,
+    InvalidInput,
+    StoreNotFound,
+    VersionGone,
+    VersionNotFound,
+    WeightlineError,
+)
+from weightline.store import staging
+from weightline.store.catalog import Catalog, Subscriber, TraceEvent
+from weightline.store.checkout import checkout, model_files_of
+from weightline.store.checkpoint import SHARD_NBYTES
+from weightline.store.collect import CollectReport, collect
+from weightline.store.disk import Disk, OnStep, no_step, typed
+from weightline.store.leases import Lease, Leases
+from weightline.store.log import LocalLog
+from weightline.store.manifest import MANIFEST, Manifest, digest_of
+from weightline.store.reading import Reading
+from weightline.store.verify import verify
+from weightline.store.writer import Publish, Published, Writer, new_id
+from weightline.types import Ack, VerifyReport, VersionRecord
+
+logger = logging.getLogger(__name__)
+
+RUN = "run.json"
+_FOLDERS = ("log", staging.VERSIONS, "leases", "pins")
+_NO_WEIGHTS_YET = "commit with attachments={...} on the steps that training should be able to go on from"
+
+
+class _Run(Struct, frozen=True):
+    format: int
+    run: str
+    created_at: float
+
+
+class Recovered(Struct, frozen=True, eq=False):
+    """Where training can go on from."""
+
+    record: VersionRecord
+    attachments: dict[str, Path]
+    _reading: Reading
+
+    @property
+    def version(self) -> int:
+        return self.record.version
+
+    @property
+    def step(self) -> int | None:
+        return self.record.step
+
+    def weights(self, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
+        """The weights of that version, bit-exact and verified."""
+        return self._reading.load(self.version, like=like)
+
+
+class Store:
+    """A handle on one store. Any number of handles may read; opening one fences nobody. Safe to use from any
+    thread.
+    """
+
+    def __init__(
+        self, root: Path, run: str, *, clock: Callable[[], float], on_step: OnStep, shard_nbytes: int
+    ) -> None:
+        self.root = root
+        self.run = run
+        self.clock = clock
+        self.disk = Disk(on_step)
+        self.state = LedgerState(run)
+        """What this handle knows of the log; `refresh` reads on."""
+        self.damage: WeightlineError | None = None
+        """Why the log could not be read to its end when the store was opened."""
+        self.resumed: int | None = None
+        """The version that `recover` gave and that the next commit goes on from."""
+        self.log = LocalLog(root, self.disk)
+        self.leases = Leases(root, self.disk, clock)
+        self.reading = Reading(root, lambda: self.state, self.refresh)
+        self.catalog = Catalog(root, lambda: self.state, clock)
+        self._shard_nbytes = shard_nbytes
+        self._lock = threading.RLock()
+        usage = shutil.disk_usage(root)
+        self._free_at_start = usage.free
+
+    @staticmethod
+    def open(
+        root: str | Path,
+        *,
+        create: bool = False,
+        clock: Callable[[], float] = time.time,
+        on_step: OnStep = no_step,
+        shard_nbytes: int = SHARD_NBYTES,
+    ) -> Store:
+        """Open the store at `root`, or make one there with `create`.
+
+        `shard_nbytes` is the size above which anchors are written in shards; `on_step` hears of every durable
+        step. Raises `StoreNotFound`, `FormatError` (another format), `InvalidInput` (a place where no store
+        can be). A damaged log does not keep it from opening (see `damage`): what comes before the damage can
+        be read.
+        """
+        root = Path(root).absolute()
+        run = _read_run(root) if not create else _make(root, Disk(on_step), clock)
+        store = Store(root, run.run, clock=clock, on_step=on_step, shard_nbytes=shard_nbytes)
+        try:
+            store.refresh()
+            store.log.check_gap(store.state)
+        except (FormatError, IntegrityError) as error:
+            logger.warning("the log of %s is damaged: %s", root, error)
+            store.damage = error
+        return store
+
+    def close(self) -> None:
+        """Close the catalogue. Idempotent."""
+        self.catalog.close()
+
+    # Reading ------------------------------------------------------------------------------------------------
+
+    def read_log(self) -> LedgerState:
+        """The state of the log as it is now. Raises `FormatError` for a damaged entry."""
+        with self._lock:
+            try:
+                self.state = self.log.catch_up(self.state)
+            except WeightlineError:
+                raise
+            return self.state
+
+    def refresh(self) -> int | None:
+        """Read the entries that are new in the log; gives the newest version, None in an empty store."""
+        return len(self.read_log()) or None
+
+    def latest(self) -> int | None:
+        """Newest version as of the last `refresh`; yanked and abandoned ones count."""
+        return len(self.state) or None
+
+    def record(self, version: int) -> VersionRecord:
+        """One version. Raises `VersionNotFound`."""
+        entry = self._known(version)
+        return _record(self.state, entry, self._acks().get(version, ()))
+
+    def versions(self) -> list[VersionRecord]:
+        """All versions, oldest first, retired ones included."""
+        state, acks = self.read_log(), self._acks()
+        return [_record(state, entry, acks.get(entry.version, ())) for entry in state.versions()]
+
+    def manifest(self, version: int) -> Manifest:
+        """All tensors of a version with their digests. Raises `VersionNotFound`, `VersionGone`,
+        `IntegrityError`.
+        """
+        self._known(version)
+        return self.reading.manifest(version)
+
+    def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
+        """Name -> array, bit-exact and verified; mapped copy-on-write from the blobs, so writing to it
+        changes no file.
+
+        Raises `VersionNotFound`, `VersionGone`, `IntegrityError`.
+        """
+        self._known(version)
+        return self.reading.load(version, like=like)
+
+    def fetch_delta(self, version: int, have: int | None = None) -> Delta:
+        """What turns the bytes of `have` (default: the version's base) into those of `version`, verified.
+
+        A chain is merged into one; backward, it is the exact difference of the two. A delta whose `base` is
+        None holds every tensor in full: the version has no base, or has no way from `have`.
+        """
+        self._known(version)
+        if have is not None:
+            self._known(have)
+        return self.reading.fetch(version, have)
+
+    def attachments(self, version: int) -> dict[str, Path]:
+        """Name -> verified file, only to be read. Raises `VersionNotFound`, `VersionGone`, `IntegrityError`."""
+        self._known(version)
+        blobs = self.reading.stored(version).named("attachment")
+        return {Path(blob.name).name: self.reading.blob_path(version, blob) for blob in blobs}
+
+    def model_files(self, version: int) -> list[Path]:
+        """Config and tokenizer files that go with a version; empty when none were ever given."""
+        self._known(version)
+        return model_files_of(self.reading, self.state, version)
+
+    def recover(self) -> Recovered:
+        """The newest version on the line of the newest that has attachments, is not yanked and is still
+        there.
+
+        The next commit of a writer of this handle goes on from it: its parent is that version. Raises
+        `VersionNotFound` when there is none.
+        """
+        version = recoverable(self.read_log())
+        if version is None:
+            raise VersionNotFound(f"no version of run {self.run} has attachments", hint=_NO_WEIGHTS_YET)
+        self.resumed = version
+        return Recovered(self.record(version), self.attachments(version), self.reading)
+
+    def checkout(self, version: int, out: str | Path) -> None:
+        """Write a version as a plain Hugging Face folder, bit-exact. Raises `InvalidInput` if `out` exists."""
+        self._known(version)
+        checkout(self.reading, self.state, self.disk, version, Path(out), self._shard_nbytes)
+
+    def verify(self, deep: bool = False) -> VerifyReport:
+        """Check every entry, folder and chain like fsck; `deep` also every blob's bytes and every tensor's
+        digest.
+        """
+        return verify(self, deep=deep)
+
+    # Writing ------------------------------------------------------------------------------------------------
+
+    def writer(
+        self, *, publish: Publish | None = None, commit_id_source: Callable[[], str] = new_id
+    ) -> Writer:
+        """A writer that stages in this store; `publish` makes its versions visible (default: this handle).
+
+        Raises `InvalidInput` for a place that does not refuse a second file of one name, and for a damaged
+        log.
+        """
+        self.read_log()
+        self.log.check_gap(self.state)
+        self.log.probe()
+        return Writer(
+            self,
+            publish=publish or self.publish_staged,
+            commit_id_source=commit_id_source,
+            shard_nbytes=self._shard_nbytes,
+        )
+
+    def publish_staged(self, request: CommitRequest) -> Published:
+        """Make a staging in this store visible, for whichever process staged it; `request.epoch` is that
+        trainer's.
+
+        Raises `WriterFenced`, `ConflictError`, `InvalidInput`, `IntegrityError` (the staging is not what the
+        request says), `StorageFull`, `Unavailable`.
+        """
+        folder = staging.locate(self.root, request.folder)
+        with self._lock:
+            state = self.read_log()
+            known = state.by_commit(request.commit_id)
+            if known is None or known.write_id != request.write_id:
+                if known is None:
+                    self.log.check_gap(state)
+                    self._index()  # before there are versions: a catalogue that comes later was lost
+                    staging.adopt(folder, self.disk)
+                    self._check_staged(folder, request)
+                done = self._drive(machines.commit(state, request))
+                entry, repeated = done.entry, done.repeated
+            else:
+                entry, repeated = known, False
+        if not isinstance(entry, VersionEntry):
+            raise TypeError("a commit ended in another entry")
+        self._index()
+        return Published(_record(self.state, entry, ()), repeated)
+
+    def yank(self, version: int, reason: str = "") -> None:
+        """Tell every engine not to serve a version. Raises `VersionNotFound`."""
+        with self._lock:
+            state = self.read_log()
+            machine = machines.yank(state, version, write_id=new_id(), at=self.clock(), reason=reason)
+            self._drive(machine)
+
+    def retire(self, versions: Collection[int], reason: str) -> None:
+        """Announce that the bytes of `versions` go. `collect` does this; nothing is deleted yet."""
+        with self._lock:
+            state = self.read_log()
+            wanted = tuple(sorted(versions))
+            self._drive(machines.retire(state, wanted, write_id=new_id(), at=self.clock(), reason=reason))
+
+    def lease(self, versions: Collection[int], owner: str, ttl: float) -> Lease:
+        """Keep `versions` readable for `ttl` seconds. Raises `VersionNotFound`, `VersionGone` (it was too
+        late).
+        """
+        for version in versions:
+            self._known(version)
+        lease = self.leases.take(versions, owner, ttl)
+        # Looking for retirements only now closes the gap: whoever retires looks for leases after announcing
+        # it.
+        if late := [v for v in versions if v in self.read_log().retired]:
+            self.leases.release(lease)
+            raise VersionGone(f"version {late[0]} is retired", hint="take a newer version")
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Idempotent."""
+        self.leases.release(lease)
+
+    def pin(self, version: int) -> None:
+        """Keep a version for good. Raises `VersionNotFound`, `VersionGone`."""
+        self._known(version)
+        self.leases.pin(version)
+        if version in self.read_log().retired:
+            self.leases.unpin(version)
+            raise VersionGone(f"version {version} is retired", hint="pin a newer version")
+
+    def unpin(self, version: int) -> None:
+        """The inverse. Idempotent."""
+        self.leases.unpin(version)
+
+    def default_disk_budget(self) -> int:
+        """A quarter of the room that the store and free space had together when this handle was opened."""
+        held = sum(e.nbytes for e in self.state.versions() if e.version not in self.state.retired)
+        return max(1, (self._free_at_start + held) // 4)
+
+    def collect(
+        self,
+        *,
+        max_versions: int | None = None,
+        disk_budget: int | None = None,
+        grace: float = 60.0,
+        hold_after_rebuild: float = 600.0,
+        dry_run: bool = False,
+    ) -> CollectReport:
+        """Retire what the bounds do not allow, and delete what was retired `grace` seconds ago and nobody
+        leases.
+        """
+        return collect(
+            self,
+            max_versions=max_versions,
+            disk_budget=self.default_disk_budget() if disk_budget is None else disk_budget,
+            grace=grace,
+            hold_after_rebuild=hold_after_rebuild,
+            dry_run=dry_run,
+        )
+
+    def sweep(self) -> list[str]:
+        """Remove the stagings of dead processes of this host; gives their folders."""
+        return staging.sweep(self.root, self.disk, self.read_log)
+
+    # Index --------------------------------------------------------------------------------------------------
+
+    def ack(self, ack: Ack) -> None:
+        """Note that a subscriber's engine serves a version. Raises `VersionNotFound`."""
+        self._known(ack.version)
+        self.catalog.ack(ack if ack.at else msgspec.structs.replace(ack, at=self.clock()))
+
+    def subscribers(self) -> list[Subscriber]:
+        """Everyone who ever acknowledged."""
+        return self.catalog.subscribers()
+
+    def trace(self, event: TraceEvent) -> None:
+        """Note one step of a version on its way."""
+        self.catalog.trace(event)
+
+    def events(self, version: int) -> list[TraceEvent]:
+        """The way of a version so far. Raises `VersionNotFound`."""
+        self._known(version)
+        return self.catalog.events(version)
+
+    # Within -------------------------------------------------------------------------------------------------
+
+    def _known(self, version: int) -> VersionEntry:
+        state = self.state if self.state.has(version) else self.read_log()
+        return state.version(version)
+
+    def _drive(self, machine: machines.Machine) -> machines.Done:
+        try:
+            return self.log.drive(machine)
+        finally:
+            if machine.state.seq > self.state.seq:
+                self.state = machine.state
+
+    def _check_staged(self, folder: Path, request: CommitRequest) -> None:
+        try:
+            data = (folder / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            raise IntegrityError(f"{folder} has no manifest", hint="stage and commit again") from None
+        if digest_of(data) != request.digest:
+            raise IntegrityError(
+                f"{folder / MANIFEST} is not the one to commit", hint="stage and commit again"
+            )
+
+    def _acks(self) -> Mapping[int, tuple[Ack, ...]]:
+        try:
+            return self.catalog.acks()
+        except sqlite3.Error as error:
+            logger.warning("no acknowledgements: %s: %s", self.catalog.path, error)
+            return {}
+
+    def _index(self) -> None:
+        try:
+            self.catalog.index()
+        except sqlite3.Error as error:
+            logger.warning("%s is not up to date: %s", self.catalog.path, error)
+
+
+def recoverable(state: LedgerState) -> int | None:
+    """The version that `Store.recover` gives."""
+    if not len(state):
+        return None
+    for version in state.ancestors(len(state)):
+        entry = state.version(version)
+        if entry.attachments and version not in state.retired and version not in state.yanked:
+            return version
+    return None
+
+
+def _record(state: LedgerState, entry: VersionEntry, acks: tuple[Ack, ...]) -> VersionRecord:
+    return VersionRecord(
+        version=entry.version,
+        seq=state.seq_of(entry.version),
+        parent=entry.parent,
+        base=entry.base,
+        epoch=entry.epoch,
+        step=entry.step,
+        label=entry.label,
+        kind=entry.stored,
+        nbytes=entry.nbytes,
+        raw_nbytes=entry.raw_nbytes,
+        changed=entry.changed,
+        elements=entry.elements,
+        digest=entry.digest,
+        folder=entry.folder,
+        committed_at=entry.at,
+        commit_id=entry.commit_id,
+        metadata=entry.metadata,
+        attachments=entry.attachments,
+        yanked=entry.version in state.yanked,
+        abandoned=entry.version in state.abandoned,
+        retired=entry.version in state.retired,
+        acks=acks,
+    )
+
+
+def _read_run(root: Path) -> _Run:
+    path = root / RUN
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreNotFound(
+            f"there is no store at {root}",
+            hint="check the path, or create one with `weightline serve` or commit",
+        ) from None
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}", hint="check its permissions") from error
+    try:
+        run = msgspec.json.decode(data, type=_Run)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{path} is not that of a store: {error}", hint="restore it from a copy") from None
+    if run.format != FORMAT:
+        raise FormatError(
+            f"{path} has format {run.format}; this build reads format {FORMAT}",
+            hint="open it with the version of weightline that wrote it, or upgrade",
+        )
+    return run
+
+
+def _make(root: Path, disk: Disk, clock: Callable[[], float]) -> _Run:
+    """The store at `root`, made if need be. Two processes that make it at once end up with the same one."""
+    if root.exists() and not root.is_dir():
+        raise InvalidInput(f"{root} is not a folder", hint="give a folder for the store")
+    with typed(str(root)):
+        root.mkdir(parents=True, exist_ok=True)
+        if not (root / RUN).exists():
+            for name in _FOLDERS:
+                (root / name).mkdir(exist_ok=True)
+            run = _Run(FORMAT, uuid.uuid4().hex[:12], clock())
+            disk.put_if_absent(root / RUN, msgspec.json.encode(run))
+    return _read_run(root)

@@ -1,0 +1,270 @@
+"""The writer: holds the bits of the newest version, stages what changed against them, publishes, follows
+along.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from weightline import codec
+from weightline.codec import Delta, bits_of, from_bits
+from weightline.codec.dtypes import Bits
+from weightline.core.commit import CommitRequest
+from weightline.errors import ConflictError, StorageFull, Unavailable, WeightlineError
+from weightline.store import offer as offers
+from weightline.store import staging
+from weightline.store.manifest import TensorEntry
+from weightline.store.offer import Options
+from weightline.store.stage import Draft, Pieces
+from weightline.types import VersionRecord
+
+if TYPE_CHECKING:
+    from weightline.store.store import Store
+
+
+class Published(Struct, frozen=True):
+    """What became of a commit request."""
+
+    record: VersionRecord
+    repeated: bool
+    """An earlier request under the same commit_id made this version; this one added nothing."""
+
+
+Publish = Callable[[CommitRequest], Published]
+"""Makes a staged version visible: the store's own log, or a server on behalf of this process."""
+
+
+class Staged(Struct, frozen=True, eq=False):
+    """A version that is complete and durable, and that nobody sees yet."""
+
+    request: CommitRequest
+    folder: Path | None
+    """None when `commit_id` had already been committed: there is nothing to publish."""
+    delta: Delta | None
+    """Against the head; None for an anchor that stands on its own."""
+    bits: dict[str, Bits] | None
+    """The writer's copy of the weights of an anchor that stands on its own."""
+    table: dict[str, TensorEntry]
+    existing: VersionRecord | None = None
+
+
+class Writer:
+    """One training process at a store. Uses as much memory as the weights. Safe to call from several threads,
+    one by one.
+
+    Opening one fences nobody: the epoch is taken by the first commit.
+    """
+
+    def __init__(
+        self, store: Store, *, publish: Publish, commit_id_source: Callable[[], str], shard_nbytes: int
+    ) -> None:
+        self._store = store
+        self._publish = publish
+        self._new_id = commit_id_source
+        self._shard_nbytes = shard_nbytes
+        self._lock = threading.RLock()
+        self.epoch: int | None = None
+        """The epoch of this writer; None before its first commit."""
+        self._head: int | None = None
+        self._bits: dict[str, Bits] = {}
+        self._table: dict[str, TensorEntry] = {}
+        self._parent: int | None = None
+
+    def resume_from(self, version: int) -> None:
+        """Training went back: the next commit goes on from `version` (its parent), whatever the newest is."""
+        self._store.state.version(version)
+        self._parent = version
+
+    def commit(self, weights: Mapping[str, Any] | str | Path | Delta, **options: Any) -> VersionRecord:
+        """`stage` and `publish`. After any error the newest version is what it was, and nothing is left
+        behind.
+
+        A first commit that finds that another trainer committed meanwhile compares with the newest once more.
+        """
+        with self._lock:
+            options["commit_id"] = options.get("commit_id") or self._new_id()
+            first = self.epoch is None
+            try:
+                return self._commit_once(weights, options)
+            except ConflictError as error:
+                # Its fence is in the log by now, so nobody can get between again.
+                if not first or type(error) is not ConflictError or isinstance(weights, Delta):
+                    raise
+                self._store.refresh()
+                if len(self._store.state) == (self._head or 0):
+                    raise
+                return self._commit_once(weights, options)
+
+    def _commit_once(
+        self, weights: Mapping[str, Any] | str | Path | Delta, options: dict[str, Any]
+    ) -> VersionRecord:
+        staged = self.stage(weights, **options)
+        try:
+            return self.publish(staged)
+        except Unavailable:
+            self.abort(staged)
+            raise
+
+    def stage(self, weights: Mapping[str, Any] | str | Path | Delta, **options: Any) -> Staged:
+        """Compare with the newest version, encode, write and fsync. Takes the options of `Line.commit`.
+
+        Raises `InvalidInput` listing all misfits, `StorageFull`, `Unavailable`; nothing is left behind then.
+        """
+        chosen = offers.options_of(options)
+        with self._lock:
+            given, model_files = offers.read_offer(weights, chosen.model_files)
+            self._follow()
+            chosen = msgspec.structs.replace(
+                chosen, model_files=model_files, commit_id=chosen.commit_id or self._new_id()
+            )
+            if (existing := self._committed(given, chosen)) is not None:
+                return existing
+            return self._stage(given, chosen)
+
+    def publish(self, staged: Staged) -> VersionRecord:
+        """Make a staged version visible; the atomic step. Takes the epoch if this writer has none yet.
+
+        Raises `WriterFenced`, `ConflictError`, `InvalidInput` (its label was taken meanwhile), `StorageFull`:
+        the staging is removed then. After another `Unavailable` it stays: the same call may be repeated, else
+        `abort` it.
+        """
+        with self._lock:
+            if staged.existing is not None:
+                return staged.existing
+            request = msgspec.structs.replace(staged.request, epoch=self.epoch)
+            try:
+                published = self._publish(request)
+            except WeightlineError as error:
+                if not isinstance(error, Unavailable) or isinstance(error, StorageFull):
+                    self.abort(staged)
+                raise
+            if published.repeated:
+                self.abort(staged)
+            else:
+                self.epoch = published.record.epoch
+                self._advance(staged, published.record.version)
+            self._parent = None
+            self._store.resumed = None
+            return published.record
+
+    def abort(self, staged: Staged) -> None:
+        """Drop a staging. Harmless for one that was published. Never raises."""
+        if staged.folder is not None:
+            staging.discard(staged.folder, self._store.disk, self._store.read_log)
+
+    def close(self) -> None:
+        """Release the memory. The writer may be used again: it then reads the newest version anew."""
+        with self._lock:
+            self._forget()
+
+    def _stage(self, given: Mapping[str, Any] | Delta, options: Options) -> Staged:
+        if isinstance(given, Delta) and self._head is None:
+            if any(change.index is not None for change in given.changes()):
+                raise ConflictError(
+                    "the store is empty and the delta is against something",
+                    hint="commit the whole weights first",
+                )
+            given = {change.spec.name: from_bits(change.bits, change.spec) for change in given.changes()}
+        if isinstance(given, Delta):
+            delta = offers.check_delta(given, self._head, self._table, self._bits)
+            return self._write(delta, None, options)
+        same = offers.check_names(given, self._table, options)
+        if options.check_finite:
+            offers.check_finite(given)
+        if self._head is None or not same:
+            bits = {name: np.array(bits_of(array), copy=True) for name, array in given.items()}
+            return self._write(None, (codec.specs_of(given), bits), options)
+        old = {name: from_bits(self._bits[name], self._table[name].spec) for name in given}
+        known = {name: self._table[name].digest for name in given}
+        return self._write(codec.diff(old, given, old_digests=known), None, options)
+
+    def _write(
+        self, delta: Delta | None, whole: tuple[dict[str, Any], dict[str, Bits]] | None, options: Options
+    ) -> Staged:
+        draft = Draft(self._store, self._shard_nbytes, options)
+        parent = self._parent if self._parent is not None else self._store.resumed
+        if delta is not None:
+            pieces = Pieces.after(self._table, delta, self._bits)
+            request, folder = draft.write(pieces, base=self._head, parent=parent)
+            return Staged(request, folder, delta, None, pieces.table)
+        specs, bits = whole if whole is not None else ({}, {})
+        pieces = Pieces.alone(specs, bits)
+        request, folder = draft.write(pieces, base=None, parent=parent)
+        return Staged(request, folder, None, bits, pieces.table)
+
+    def _committed(self, given: Mapping[str, Any] | Delta, options: Options) -> Staged | None:
+        """A commit whose answer was lost and that is repeated: the version that it made."""
+        entry = self._store.state.by_commit(options.commit_id or "")
+        if entry is None:
+            return None
+        if entry.version not in self._store.state.retired:
+            table = self._store.reading.table(entry.version)
+            offered = (
+                {change.spec.name: change.digest for change in given.changes()}
+                if isinstance(given, Delta)
+                else {name: codec.digest_of(bits_of(array)) for name, array in given.items()}
+            )
+            other = [n for n, digest in offered.items() if n not in table or table[n].digest != digest]
+            if other:
+                raise ConflictError(
+                    f"commit_id {entry.commit_id!r} names version {entry.version}, whose weights differ in "
+                    f"{', '.join(map(repr, other[:5]))}",
+                    hint="a commit_id names one commit: give each its own, or none",
+                )
+        record = self._store.record(entry.version)
+        request = CommitRequest(
+            commit_id=entry.commit_id,
+            write_id="",
+            writer="",
+            epoch=self.epoch,
+            at=entry.at,
+            base=entry.base,
+            stored=entry.stored,
+            digest=entry.digest,
+            folder=entry.folder,
+            nbytes=entry.nbytes,
+            delta_nbytes=entry.delta_nbytes,
+            raw_nbytes=entry.raw_nbytes,
+            changed=entry.changed,
+            elements=entry.elements,
+            weights_digest=entry.weights_digest,
+        )
+        return Staged(request, None, None, None, {}, existing=record)
+
+    def _follow(self) -> None:
+        """Hold the bits of the newest version, whoever committed it."""
+        newest = self._store.refresh()
+        if newest == self._head:
+            return
+        self._forget()
+        if newest is None:
+            return
+        loaded = self._store.reading.load(newest)
+        # Copies: the shadow must not depend on files that retention deletes or a disk fault cuts short.
+        self._bits = {name: np.array(bits_of(array), copy=True) for name, array in loaded.items()}
+        self._table = dict(self._store.reading.table(newest))
+        self._head = newest
+
+    def _advance(self, staged: Staged, version: int) -> None:
+        if staged.bits is not None:
+            self._bits = staged.bits
+        elif staged.delta is not None:
+            # Checked when it was staged; the old bits are not needed any more.
+            staged.delta.apply_(offers.arrays(self._bits, self._table), check=False)
+        self._table, self._head = staged.table, version
+
+    def _forget(self) -> None:
+        self._head, self._bits, self._table = None, {}, {}
+
+
+def new_id() -> str:
+    """A fresh commit_id."""
+    return uuid.uuid4().hex
