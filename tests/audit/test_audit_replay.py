@@ -117,6 +117,20 @@ def test_label_shifted_against_its_own_kv_is_refuted_without_replay(
     assert "contradicts" in reasons[13]
 
 
+def test_control_shows_what_wrong_labels_look_like(world: World, kept: dict[str, Any]) -> None:
+    plain = sample_greedily(world, PROMPT, PLAIN)
+    lines = [request_of(world, "m", kept), request_of(world, "p", plain)]
+    report = replay(world.line, world.folder, lines, control=True)
+    assert (report.tokens_checked, report.mismatches) == (80, 0)
+    assert report.control is not None
+    assert report.control.tokens == 40
+    assert report.control.mismatches > 10
+    assert report.control.max_logprob_error is not None
+    assert report.max_logprob_error is not None
+    assert report.control.max_logprob_error > 100 * report.max_logprob_error
+    assert replay(world.line, world.folder, lines[1:], control=True).control is None
+
+
 def test_swapped_labels_are_refuted(world: World, kept: dict[str, Any]) -> None:
     swapped = [2] * 13 + [1] * 14 + [3] * 13
     lie = {

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from weightline.audit.replay import TIE_MARGIN, Mismatch, ReplayReport, VersionTally, replay
+from weightline.audit.replay import TIE_MARGIN, Control, Mismatch, ReplayReport, VersionTally, replay
 
-__all__ = ["TIE_MARGIN", "Mismatch", "ReplayReport", "VersionTally", "replay"]
+__all__ = ["TIE_MARGIN", "Control", "Mismatch", "ReplayReport", "VersionTally", "replay"]

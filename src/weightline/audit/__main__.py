@@ -45,7 +45,9 @@ def _audit(args: argparse.Namespace) -> None:
 
     line = weightline.connect(args.store)
     try:
-        report = replay(line, args.model, args.rollouts, requests=args.requests, progress=progress)
+        report = replay(
+            line, args.model, args.rollouts, requests=args.requests, control=True, progress=progress
+        )
     finally:
         line.close()
     _print({"event": "audit", **msgspec.to_builtins(report)})

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import Struct
 
 from weightline.audit import rollout_file
@@ -64,6 +65,19 @@ class Mismatch(Struct, frozen=True):
     """Largest logit minus the token's, in logit units; None when there was nothing to compare."""
 
 
+class Control(Struct, frozen=True):
+    """The same replay of the mixed outputs with the labels of their spans exchanged, so known to be wrong.
+
+    Says what a wrong label looks like on this run: versions that hardly differ sample the same tokens, and
+    then the log-probabilities tell more than the tokens do.
+    """
+
+    tokens: int
+    mismatches: int
+    max_logprob_error: float | None
+    """As `ReplayReport.max_logprob_error`: how much larger it is says how well labels can be told apart."""
+
+
 class ReplayReport(Struct, frozen=True, kw_only=True):
     """The outcome. Every token of the requests looked at is in `tokens_checked` or in `unchecked`."""
 
@@ -86,14 +100,19 @@ class ReplayReport(Struct, frozen=True, kw_only=True):
     """Up to 20 of them."""
     unchecked: dict[str, int]
     """Reason -> tokens that could not be checked for it."""
+    control: Control | None = None
+    """None unless it was asked for and mixed outputs were checked."""
 
 
 class _Job:
     """One output under replay."""
 
-    def __init__(self, request: RolloutRequest, index: int) -> None:
-        self.request, self.index = request, index
-        self.choice: Choice = request.choices[index]
+    def __init__(
+        self, request: RolloutRequest, index: int, tally: _Tally, choice: Choice | None = None
+    ) -> None:
+        """`choice`: another claim about the same tokens than the request's own."""
+        self.request, self.index, self.tally = request, index, tally
+        self.choice: Choice = choice or request.choices[index]
         self.prompt = len(request.prompt_token_ids)
         self.context = [*request.prompt_token_ids, *self.choice.token_ids]
         claim = passes_of(self.choice, self.prompt)
@@ -157,51 +176,64 @@ def replay(
     *,
     requests: int | None = None,
     tie_margin: float = TIE_MARGIN,
+    control: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReplayReport:
     """Check the greedy outputs of a rollout file against the versions that their labels name.
 
     `line`: the store that holds those versions. `model_folder`: a Hugging Face folder, for its configuration.
     `rollouts`: a rollout file, or its lines. `requests`: look at so many requests only, mixed ones first
-    (`rollout_file.sample`). `tie_margin`: in logit units. `progress` is called with (requests done, tokens
-    checked).
+    (`rollout_file.sample`). `tie_margin`: in logit units. `control`: replay mixed outputs a second time, with
+    wrong labels, to show what those look like. `progress` is called with (outputs done, tokens checked).
 
     Outputs that were not sampled greedily are left out and counted in `unchecked`. Raises `InvalidInput` for
     a malformed file, one of another run, or a model that the versions do not fit; `IntegrityError` when bytes
     of the store are damaged.
     """
     source = Path(rollouts) if isinstance(rollouts, str | Path) else rollouts
-    tally = _Tally(tie_margin)
+    tally, wrong = _Tally(tie_margin), _Tally(tie_margin)
     jobs = _jobs(rollout_file.read(source, line.run), requests, tally)
+    controls = []
+    if control:
+        mixed = [job for job in jobs if job.choice.mixed]
+        controls = [_Job(job.request, job.index, wrong, _exchanged(job.choice)) for job in mixed]
     replica = Replica(Path(model_folder))
-    known = {record.label: record for record in line.versions()}
     for job in jobs:
         if any(not 0 <= t < replica.vocabulary for t in job.context):
             raise InvalidInput(
                 f"request {job.request.request_id}: a token id is not below the model's {replica.vocabulary}",
                 hint="give the model folder that the engines were started with",
             )
-    done = {id(job) for job in jobs if not job.waiting}
+
+    def tell() -> None:
+        if progress is not None:
+            progress(sum(not job.waiting for job in jobs), tally.checked)
+
+    _play([*jobs, *controls], replica, line, tell)
+    return _report(jobs, tally, wrong if controls else None)
+
+
+def _play(jobs: list[_Job], replica: Replica, line: Line, tell: Callable[[], None]) -> None:
+    """Run every pass of every job, the versions one after the other."""
+    known = {record.label: record for record in line.versions()}
     while waiting := [job for job in jobs if job.waiting]:
         for job in waiting:
-            if job.waiting[0].label not in known:
-                _refute_unknown(job, tally)
-            elif known[job.waiting[0].label].retired:
-                _give_up(job, tally, f"version {known[job.waiting[0].label].version} is gone")
-        # The oldest first: outputs move on from older versions to newer ones, so each is loaded once.
-        ready = [known[job.waiting[0].label] for job in waiting if job.waiting]
+            label = job.waiting[0].label
+            if label not in known:
+                _refute_unknown(job)
+            elif known[label].retired:
+                _give_up(job, f"version {known[label].version} is gone")
+        ready = [job for job in waiting if job.waiting]
         if ready:
-            record = min(ready, key=lambda r: r.version)
+            # The oldest first: outputs move on from older versions to newer ones, so each is loaded once.
+            record = min((known[job.waiting[0].label] for job in ready), key=lambda r: r.version)
             replica.take(line, record.version)
-        for job in waiting:
-            while ready and job.waiting and job.waiting[0].label == record.label:
-                _run(replica, job, job.waiting.pop(0), tally)
+        for job in ready:
+            while job.waiting and job.waiting[0].label == record.label:
+                _run(replica, job, job.waiting.pop(0))
             if not job.waiting:
                 job.cache = None
-                done.add(id(job))
-            if progress is not None:
-                progress(len(done), tally.checked)
-    return _report(jobs, tally)
+            tell()
 
 
 def _jobs(requests: Iterable[RolloutRequest], count: int | None, tally: _Tally) -> list[_Job]:
@@ -212,7 +244,22 @@ def _jobs(requests: Iterable[RolloutRequest], count: int | None, tally: _Tally) 
             greedy.append(request)
         else:
             tally.skip(reason, sum(len(c.token_ids) for c in request.choices))
-    return [_Job(r, i) for r in rollout_file.sample(greedy, count) for i in range(len(r.choices))]
+    return [_Job(r, i, tally) for r in rollout_file.sample(greedy, count) for i in range(len(r.choices))]
+
+
+def _exchanged(choice: Choice) -> Choice:
+    """The same tokens, each span under the label of the one before it, and the first under that of the
+    second.
+    """
+    spans = choice.weight_versions
+    labels = [spans[1].version, *(span.version for span in spans[:-1])]
+    return msgspec.structs.replace(
+        choice,
+        weight_versions=tuple(
+            msgspec.structs.replace(span, version=label) for span, label in zip(spans, labels, strict=True)
+        ),
+        kv_weight_versions=None,
+    )
 
 
 def _sampled(job: _Job, step: Pass) -> range:
@@ -220,20 +267,20 @@ def _sampled(job: _Job, step: Pass) -> range:
     return range(step.sample_from - (job.prompt - 1), step.end - (job.prompt - 1))
 
 
-def _refute_unknown(job: _Job, tally: _Tally) -> None:
+def _refute_unknown(job: _Job) -> None:
     step = job.waiting.pop(0)
     for index in _sampled(job, step):
-        tally.token(job, index, step.label, None, "no version of the run has this label")
-    _give_up(job, tally, "earlier tokens have a label that no version has")
+        job.tally.token(job, index, step.label, None, "no version of the run has this label")
+    _give_up(job, "earlier tokens have a label that no version has")
 
 
-def _give_up(job: _Job, tally: _Tally, reason: str) -> None:
-    tally.skip(reason, sum(len(_sampled(job, step)) for step in job.waiting))
+def _give_up(job: _Job, reason: str) -> None:
+    job.tally.skip(reason, sum(len(_sampled(job, step)) for step in job.waiting))
     job.waiting.clear()
     job.cache = None
 
 
-def _run(replica: Replica, job: _Job, step: Pass, tally: _Tally) -> None:
+def _run(replica: Replica, job: _Job, step: Pass) -> None:
     """Run one pass on the job's KV, and compare the logits at its sampling positions with the tokens."""
     if step.start == 0:
         job.cache = replica.empty_cache()
@@ -242,10 +289,10 @@ def _run(replica: Replica, job: _Job, step: Pass, tally: _Tally) -> None:
         sampled = max(0, end - max(start, step.sample_from))
         logits = replica.logits(job.context[start:end], job.cache, max(1, sampled))
         if sampled:
-            _compare(job, step.label, end - sampled - (job.prompt - 1), logits, tally)
+            _compare(job, step.label, end - sampled - (job.prompt - 1), logits)
 
 
-def _compare(job: _Job, label: str, first: int, logits: torch.Tensor, tally: _Tally) -> None:
+def _compare(job: _Job, label: str, first: int, logits: torch.Tensor) -> None:
     """`logits` [n, vocabulary] belong to output tokens `first` to `first + n`."""
     import torch
 
@@ -256,20 +303,23 @@ def _compare(job: _Job, label: str, first: int, logits: torch.Tensor, tally: _Ta
     for i, gap in enumerate(gaps):
         contradiction = first + i in job.contradictions
         reason = "its label contradicts the record's kv_weight_versions" if contradiction else ""
-        tally.token(job, first + i, label, gap, reason)
+        job.tally.token(job, first + i, label, gap, reason)
     recorded = job.choice.logprobs
     if recorded is None or job.request.logprobs_mode != "raw":
         return
     replayed = (own - logits.logsumexp(dim=1)).tolist()
     for value, there in zip(replayed, recorded[first : first + n], strict=True):
         if there is not None:
-            tally.logprobs(abs(value - there))
+            job.tally.logprobs(abs(value - there))
 
 
-def _report(jobs: list[_Job], tally: _Tally) -> ReplayReport:
+def _report(jobs: list[_Job], tally: _Tally, wrong: _Tally | None) -> ReplayReport:
     seen = {id(job.request) for job in jobs if job.checked}
     mixed = {id(job.request) for job in jobs if job.choice.mixed and job.whole}
     by_version = {label: VersionTally(*counts) for label, counts in tally.tokens.items()}
+    control = None
+    if wrong is not None:
+        control = Control(wrong.checked, sum(c[1] for c in wrong.tokens.values()), wrong.max_logprob_error)
     return ReplayReport(
         tokens_checked=tally.checked,
         requests_checked=len(seen),
@@ -282,4 +332,5 @@ def _report(jobs: list[_Job], tally: _Tally) -> ReplayReport:
         max_logprob_error=tally.max_logprob_error,
         first_mismatches=tuple(tally.shown),
         unchecked=tally.unchecked,
+        control=control,
     )
