@@ -82,6 +82,7 @@ class Catalog:
         if self._connection is not None and self._indexed == len(state):
             return
         with self._lock:
+            self._open()
             for entry in state.versions()[self._indexed :]:
                 self._insert(entry, state.seq_of(entry.version))
             self._indexed = len(state)

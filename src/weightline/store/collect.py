@@ -15,6 +15,7 @@ from msgspec import Struct
 from weightline.core.ledger import LedgerState
 from weightline.core.plan import chain
 from weightline.core.retention import RetentionDecision, decide
+from weightline.store.records import recoverable
 
 if TYPE_CHECKING:
     from weightline.store.store import Store
@@ -45,8 +46,6 @@ def collect(
     dry_run: bool,
 ) -> CollectReport:
     """See `Store.collect`."""
-    from weightline.store.store import recoverable
-
     state = store.read_log()
     decision = decide(
         state,

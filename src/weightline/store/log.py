@@ -98,7 +98,7 @@ class LocalLog:
         except OSError as error:
             if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV):
                 raise InvalidInput(
-                    f"{self.folder} has no hard links ({error.strerror}): two writers could not be told apart",
+                    f"{self.folder} has no hard links ({error.strerror}): two writers would not notice",
                     hint="put the store on a file system with hard links (ext4, xfs, btrfs, tmpfs, NFS)",
                 ) from error
             raise failure(str(path), error) from error

@@ -198,7 +198,7 @@ class Draft:
                 )
             except FileNotFoundError:
                 raise InvalidInput(
-                    f"attachment {name!r}: {value} is gone", hint="give a file that stays"
+                    f"attachment {name!r}: {value!r} is gone", hint="give a file that stays"
                 ) from None
             blobs.append(Blob(f"{ATTACHMENTS}/{name}", nbytes, sha, "attachment"))
         return blobs

@@ -9,7 +9,6 @@ import shutil
 import sqlite3
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +19,10 @@ from msgspec import Struct
 from weightline.codec import Delta
 from weightline.core import commit as machines
 from weightline.core.commit import CommitRequest
-from weightline.core.ledger import FORMAT, LedgerState, VersionEntry
+from weightline.core.ledger import LedgerState, VersionEntry
 from weightline.errors import (
     FormatError,
     IntegrityError,
-    InvalidInput,
-    StoreNotFound,
     VersionGone,
     VersionNotFound,
     WeightlineError,
@@ -35,26 +32,20 @@ from weightline.store.catalog import Catalog, Subscriber, TraceEvent
 from weightline.store.checkout import checkout, model_files_of
 from weightline.store.checkpoint import SHARD_NBYTES
 from weightline.store.collect import CollectReport, collect
-from weightline.store.disk import Disk, OnStep, no_step, typed
+from weightline.store.disk import Disk, OnStep, no_step
 from weightline.store.leases import Lease, Leases
 from weightline.store.log import LocalLog
 from weightline.store.manifest import MANIFEST, Manifest, digest_of
 from weightline.store.reading import Reading
+from weightline.store.records import record_of, recoverable
+from weightline.store.run import make_run, read_run
 from weightline.store.verify import verify
 from weightline.store.writer import Publish, Published, Writer, new_id
 from weightline.types import Ack, VerifyReport, VersionRecord
 
 logger = logging.getLogger(__name__)
 
-RUN = "run.json"
-_FOLDERS = ("log", staging.VERSIONS, "leases", "pins")
 _NO_WEIGHTS_YET = "commit with attachments={...} on the steps that training should be able to go on from"
-
-
-class _Run(Struct, frozen=True):
-    format: int
-    run: str
-    created_at: float
 
 
 class Recovered(Struct, frozen=True, eq=False):
@@ -121,7 +112,7 @@ class Store:
         be read.
         """
         root = Path(root).absolute()
-        run = _read_run(root) if not create else _make(root, Disk(on_step), clock)
+        run = read_run(root) if not create else make_run(root, Disk(on_step), clock)
         store = Store(root, run.run, clock=clock, on_step=on_step, shard_nbytes=shard_nbytes)
         try:
             store.refresh()
@@ -157,12 +148,12 @@ class Store:
     def record(self, version: int) -> VersionRecord:
         """One version. Raises `VersionNotFound`."""
         entry = self._known(version)
-        return _record(self.state, entry, self._acks().get(version, ()))
+        return record_of(self.state, entry, self._acks().get(version, ()))
 
     def versions(self) -> list[VersionRecord]:
         """All versions, oldest first, retired ones included."""
         state, acks = self.read_log(), self._acks()
-        return [_record(state, entry, acks.get(entry.version, ())) for entry in state.versions()]
+        return [record_of(state, entry, acks.get(entry.version, ())) for entry in state.versions()]
 
     def manifest(self, version: int) -> Manifest:
         """All tensors of a version with their digests. Raises `VersionNotFound`, `VersionGone`,
@@ -192,7 +183,7 @@ class Store:
         return self.reading.fetch(version, have)
 
     def attachments(self, version: int) -> dict[str, Path]:
-        """Name -> verified file, only to be read. Raises `VersionNotFound`, `VersionGone`, `IntegrityError`."""
+        """Name -> verified file, read only. Raises `VersionNotFound`, `VersionGone`, `IntegrityError`."""
         self._known(version)
         blobs = self.reading.stored(version).named("attachment")
         return {Path(blob.name).name: self.reading.blob_path(version, blob) for blob in blobs}
@@ -216,7 +207,7 @@ class Store:
         return Recovered(self.record(version), self.attachments(version), self.reading)
 
     def checkout(self, version: int, out: str | Path) -> None:
-        """Write a version as a plain Hugging Face folder, bit-exact. Raises `InvalidInput` if `out` exists."""
+        """Write a version as a plain Hugging Face folder, bit-exact; `InvalidInput` if `out` exists."""
         self._known(version)
         checkout(self.reading, self.state, self.disk, version, Path(out), self._shard_nbytes)
 
@@ -270,7 +261,7 @@ class Store:
         if not isinstance(entry, VersionEntry):
             raise TypeError("a commit ended in another entry")
         self._index()
-        return Published(_record(self.state, entry, ()), repeated)
+        return Published(record_of(self.state, entry, ()), repeated)
 
     def yank(self, version: int, reason: str = "") -> None:
         """Tell every engine not to serve a version. Raises `VersionNotFound`."""
@@ -401,78 +392,3 @@ class Store:
             self.catalog.index()
         except sqlite3.Error as error:
             logger.warning("%s is not up to date: %s", self.catalog.path, error)
-
-
-def recoverable(state: LedgerState) -> int | None:
-    """The version that `Store.recover` gives."""
-    if not len(state):
-        return None
-    for version in state.ancestors(len(state)):
-        entry = state.version(version)
-        if entry.attachments and version not in state.retired and version not in state.yanked:
-            return version
-    return None
-
-
-def _record(state: LedgerState, entry: VersionEntry, acks: tuple[Ack, ...]) -> VersionRecord:
-    return VersionRecord(
-        version=entry.version,
-        seq=state.seq_of(entry.version),
-        parent=entry.parent,
-        base=entry.base,
-        epoch=entry.epoch,
-        step=entry.step,
-        label=entry.label,
-        kind=entry.stored,
-        nbytes=entry.nbytes,
-        raw_nbytes=entry.raw_nbytes,
-        changed=entry.changed,
-        elements=entry.elements,
-        digest=entry.digest,
-        folder=entry.folder,
-        committed_at=entry.at,
-        commit_id=entry.commit_id,
-        metadata=entry.metadata,
-        attachments=entry.attachments,
-        yanked=entry.version in state.yanked,
-        abandoned=entry.version in state.abandoned,
-        retired=entry.version in state.retired,
-        acks=acks,
-    )
-
-
-def _read_run(root: Path) -> _Run:
-    path = root / RUN
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreNotFound(
-            f"there is no store at {root}",
-            hint="check the path, or create one with `weightline serve` or commit",
-        ) from None
-    except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror}", hint="check its permissions") from error
-    try:
-        run = msgspec.json.decode(data, type=_Run)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"{path} is not that of a store: {error}", hint="restore it from a copy") from None
-    if run.format != FORMAT:
-        raise FormatError(
-            f"{path} has format {run.format}; this build reads format {FORMAT}",
-            hint="open it with the version of weightline that wrote it, or upgrade",
-        )
-    return run
-
-
-def _make(root: Path, disk: Disk, clock: Callable[[], float]) -> _Run:
-    """The store at `root`, made if need be. Two processes that make it at once end up with the same one."""
-    if root.exists() and not root.is_dir():
-        raise InvalidInput(f"{root} is not a folder", hint="give a folder for the store")
-    with typed(str(root)):
-        root.mkdir(parents=True, exist_ok=True)
-        if not (root / RUN).exists():
-            for name in _FOLDERS:
-                (root / name).mkdir(exist_ok=True)
-            run = _Run(FORMAT, uuid.uuid4().hex[:12], clock())
-            disk.put_if_absent(root / RUN, msgspec.json.encode(run))
-    return _read_run(root)

@@ -1,0 +1,45 @@
+"""What a log adds up to, as records for callers."""
+
+from __future__ import annotations
+
+from weightline.core.ledger import LedgerState, VersionEntry
+from weightline.types import Ack, VersionRecord
+
+
+def recoverable(state: LedgerState) -> int | None:
+    """The version that `Store.recover` gives."""
+    if not len(state):
+        return None
+    for version in state.ancestors(len(state)):
+        entry = state.version(version)
+        if entry.attachments and version not in state.retired and version not in state.yanked:
+            return version
+    return None
+
+
+def record_of(state: LedgerState, entry: VersionEntry, acks: tuple[Ack, ...]) -> VersionRecord:
+    """What the log and the acknowledgements tell of one version."""
+    return VersionRecord(
+        version=entry.version,
+        seq=state.seq_of(entry.version),
+        parent=entry.parent,
+        base=entry.base,
+        epoch=entry.epoch,
+        step=entry.step,
+        label=entry.label,
+        kind=entry.stored,
+        nbytes=entry.nbytes,
+        raw_nbytes=entry.raw_nbytes,
+        changed=entry.changed,
+        elements=entry.elements,
+        digest=entry.digest,
+        folder=entry.folder,
+        committed_at=entry.at,
+        commit_id=entry.commit_id,
+        metadata=entry.metadata,
+        attachments=entry.attachments,
+        yanked=entry.version in state.yanked,
+        abandoned=entry.version in state.abandoned,
+        retired=entry.version in state.retired,
+        acks=acks,
+    )
