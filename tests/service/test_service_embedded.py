@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -79,7 +80,8 @@ def test_connect_does_not_create_a_store(tmp_path):
 
 def test_a_store_of_another_format_is_refused(tmp_path):
     wl.CheckpointEngine(tmp_path).close()
-    (tmp_path / "run.json").write_text('{"run": "x", "format": 99}')
+    run = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**run, "format": 99}))
     with pytest.raises(FormatError, match="99"):
         wl.CheckpointEngine(tmp_path)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from weightline.errors import InvalidInput, WeightlineError
 from weightline.service.presence import OwnerLock
-from weightline.store import Store
+from weightline.store import Lease, Store
 
 log = logging.getLogger("weightline.cleaner")
 
@@ -43,6 +43,7 @@ class Cleaner:
         self._interval = interval
         self._name = name
         self._live = live
+        self._store: Store | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.passes = 0
@@ -50,10 +51,6 @@ class Cleaner:
 
     def start(self) -> None:
         """Begin. The first pass comes after one interval, so that starting is never slow."""
-        if self._disk_budget is None:
-            # A quarter of what is free when we start: deltas are small, and any of them may be asked for
-            # later.
-            self._disk_budget = max(1, shutil.disk_usage(self._root).free // 4)
         self._thread = threading.Thread(
             target=self._work, name=f"weightline-cleaner-{self._name}", daemon=True
         )
@@ -64,13 +61,15 @@ class Cleaner:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        self._drop()
 
     def _work(self) -> None:
         while not self._stop.wait(self._interval):
             try:
                 self.clean()
-            except (WeightlineError, OSError) as error:
+            except (WeightlineError, OSError, sqlite3.Error) as error:
                 log.warning("cleaning %s failed, next try in %g s: %s", self._root, self._interval, error)
+                self._drop()
 
     def clean(self) -> bool:
         """One pass. False when another process cleans now."""
@@ -78,12 +77,17 @@ class Cleaner:
         if lock is None:
             return False
         try:
-            store = Store.open(self._root)
-            leases = [
-                store.lease((version,), owner=f"subscriber:{name}", ttl=LEASE_SECONDS)
-                for name, version in self._live().items()
-            ]
+            # Kept open between passes: the log is read once, the default disk budget is the first.
+            if self._store is None:
+                self._store = Store.open(self._root)
+            store = self._store
+            store.refresh()
+            leases: list[Lease] = []
             try:
+                for name, version in sorted(self._live().items()):
+                    # What is retired already is beyond keeping; that engine will take a full version.
+                    if version not in store.state.retired:
+                        leases.append(store.lease((version,), owner=f"subscriber:{name}", ttl=LEASE_SECONDS))
                 store.collect(max_versions=self._max_versions, disk_budget=self._disk_budget)
                 store.sweep()
             finally:
@@ -93,6 +97,11 @@ class Cleaner:
             lock.release()
         self.passes += 1
         return True
+
+    def _drop(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
 
 def check_settings(

@@ -6,7 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +24,6 @@ from weightline.store import Published, Store, Writer
 from weightline.types import Ack, VersionRecord
 
 if TYPE_CHECKING:
-    from weightline.codec import Delta
     from weightline.service.line import Line
 
 _T = TypeVar("_T")
@@ -130,17 +130,6 @@ class ServedLine(DirectLine):
         self._watching.start()
         return super().wait_for_update(timeout, after)
 
-    def fetch_delta(self, version: int, have: int | None = None) -> Delta:
-        """`Line.fetch_delta`, under a lease that the server holds for this handle."""
-        fetch = wire.Fetch(version=version, have=have, subscriber=self._client)
-        plan = self._if_up(lambda: self._call("Fetch", fetch, wire.FetchPlan))
-        try:
-            return super().fetch_delta(version, have)
-        finally:
-            if plan is not None:
-                release = wire.Release(lease=plan.lease)
-                self._if_up(lambda: self._call("Release", release, wire.Empty))
-
     def record(self, version: int) -> VersionRecord:
         """`Line.record`."""
         found = self._if_up(lambda: self._call("Record", wire.One(version=version), VersionRecord))
@@ -175,6 +164,21 @@ class ServedLine(DirectLine):
             return work()
         except Unavailable:
             return None
+
+    @contextmanager
+    def _held(self, version: int, have: int | None, *, full: bool) -> Iterator[None]:
+        """As `DirectLine`, but the server takes the lease; while it is away, this handle does."""
+        fetch = wire.Fetch(version=version, have=have, full=full, subscriber=self._client)
+        plan = self._if_up(lambda: self._call("Fetch", fetch, wire.FetchPlan))
+        if plan is None:
+            with super()._held(version, have, full=full):
+                yield
+            return
+        try:
+            yield
+        finally:
+            release = wire.Release(lease=plan.lease)
+            self._if_up(lambda: self._call("Release", release, wire.Empty))
 
     def _send_ack(self, ack: Ack) -> None:
         if self._if_up(lambda: self._call("Ack", ack, wire.Empty)) is None:

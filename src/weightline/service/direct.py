@@ -4,15 +4,19 @@ doors.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from weightline.errors import InvalidInput
+from weightline.errors import InvalidInput, Unavailable
 from weightline.service.feed import Feed
+from weightline.service.fetching import lease_for, reading_of
 from weightline.service.lane import CommitLane
 from weightline.service.line import Weights
 from weightline.service.subscribers import Roll
@@ -33,6 +37,7 @@ class DirectLine:
     def __init__(self, store: Store, *, sync_timeout: float = 30.0) -> None:
         self._store = store
         self._sync_timeout = sync_timeout
+        self._owner = f"{socket.gethostname()}-{os.getpid()}"
         self._writer: Writer | None = None
         self._feed = Feed(store.refresh)
         self._lane = CommitLane(self._commit_now, name="weightline-commit")
@@ -95,8 +100,8 @@ class DirectLine:
 
     def fetch_delta(self, version: int, have: int | None = None) -> Delta:
         """`Line.fetch_delta`."""
-        self._store.refresh()
-        return self._store.fetch_delta(version, have)
+        with self._held(version, have, full=False):
+            return self._store.fetch_delta(version, have)
 
     def ack(
         self,
@@ -139,8 +144,8 @@ class DirectLine:
 
     def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
         """`Line.load`."""
-        self._store.refresh()
-        return self._store.load(version, like=like)
+        with self._held(version, None, full=True):
+            return self._store.load(version, like=like)
 
     def recover(self) -> Recovered:
         """`Line.recover`."""
@@ -151,7 +156,7 @@ class DirectLine:
         """How far each subscriber has come; "lagging" after `sync_timeout` seconds without the ack."""
         newest = self._store.refresh()
         roll = Roll(sync_timeout=self._sync_timeout)
-        roll.restore(self._store.acks())
+        roll.restore(ack for acks in self._store.catalog.acks().values() for ack in acks)
         return roll.states(newest, lambda v: self._store.record(v).committed_at, now=time.time())
 
     def close(self) -> None:
@@ -160,6 +165,7 @@ class DirectLine:
         self._lane.close()
         if self._writer is not None:
             self._writer.close()
+        self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -183,6 +189,20 @@ class DirectLine:
 
     def _send_ack(self, ack: Ack) -> None:
         self._store.ack(ack)
+
+    @contextmanager
+    def _held(self, version: int, have: int | None, *, full: bool) -> Iterator[None]:
+        """Keeps what is read from being deleted meanwhile."""
+        reading = reading_of(self._store, version, have, full=full)
+        lease = None
+        # A disk that is full or read-only keeps nobody from reading: retention has a grace period too.
+        with suppress(Unavailable):
+            lease = lease_for(self._store, reading, self._owner)
+        try:
+            yield
+        finally:
+            if lease is not None:
+                self._store.release(lease)
 
 
 COMMIT_OPTIONS = frozenset(

@@ -18,15 +18,14 @@ import weightline
 from weightline.errors import ConflictError, FormatError, Unavailable, WeightlineError
 from weightline.service import wire
 from weightline.service.feed import POLL_SECONDS
+from weightline.service.fetching import LEASE_SECONDS, lease_for, reading_of
 from weightline.service.subscribers import Roll
-from weightline.store import Published, Store
+from weightline.store import Lease, Published, Store
 from weightline.types import Ack, VersionRecord
 
 log = logging.getLogger("weightline.server")
 
 HEARTBEAT_SECONDS = 2.0
-LEASE_SECONDS = 120.0
-"""A reader that is killed between fetch and release holds its versions for so long."""
 
 _T = TypeVar("_T")
 
@@ -40,6 +39,7 @@ class Host:
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="weightline-ledger")
         self._watchers: set[asyncio.Event] = set()
         self._roll = Roll(sync_timeout=sync_timeout)
+        self._leases: dict[str, Lease] = {}
         self._newest: int | None = None
         self.closing = False
         self.trouble: WeightlineError | None = None
@@ -49,7 +49,8 @@ class Host:
     async def open(self) -> None:
         """Read the log and what earlier servers were told."""
         self._newest = await self._ledger(self._store.refresh)
-        self._roll.restore(await self._ledger(self._store.acks))
+        acks = await self._ledger(self._store.catalog.acks)
+        self._roll.restore(ack for known in acks.values() for ack in known)
 
     def shut(self) -> None:
         """Tell those who watch that this server goes down on purpose."""
@@ -96,7 +97,7 @@ class Host:
                 f"{message.client} commits to run {message.run}, this server serves run {self._store.run}",
                 hint="connect again: another store is served at this address now",
             )
-        done = await self._ledger(partial(self._store.publish, message.request))
+        done = await self._ledger(partial(self._store.publish_staged, message.request))
         self._learn(done.record.version)
         again = " (repeated)" if done.repeated else ""
         log.info("version %d from %s%s", done.record.version, message.client, again)
@@ -124,13 +125,27 @@ class Host:
             if message.subscriber is not None:
                 self._roll.left(message.subscriber, now=time.time())
 
+    async def fetch(self, message: wire.Fetch) -> wire.FetchPlan:
+        plan, lease = await self._ledger(partial(self._lease, message))
+        now = time.time()
+        self._leases = {key: held for key, held in self._leases.items() if held.expires_at > now}
+        self._leases[lease.id] = lease
+        self._roll.seen(message.subscriber, now=now)
+        return plan
+
+    async def release(self, message: wire.Release) -> wire.Empty:
+        lease = self._leases.pop(message.lease, None)
+        if lease is not None:
+            await self._ledger(partial(self._store.release, lease))
+        return wire.Empty()
+
     async def ack(self, message: Ack) -> wire.Empty:
         await self._ledger(partial(self._store.ack, message))
         self._roll.acked(message, now=time.time())
         return wire.Empty()
 
     async def record(self, message: wire.One) -> VersionRecord:
-        return await self._ledger(partial(self._store.record, message.version))
+        return await self._ledger(partial(self._read_record, message.version))
 
     async def versions(self, _message: wire.Empty) -> wire.Records:
         return wire.Records(records=tuple(await self._ledger(self._store.versions)))
@@ -154,6 +169,24 @@ class Host:
     def live(self) -> dict[str, int]:
         """Subscriber -> version that it serves, for those that retention must think of."""
         return self._roll.live(now=time.time(), within=LEASE_SECONDS)
+
+    def _lease(self, message: wire.Fetch) -> tuple[wire.FetchPlan, Lease]:
+        store = self._store
+        reading = reading_of(store, message.version, message.have, full=message.full)
+        lease = lease_for(store, reading, message.subscriber)
+        folders = tuple(store.state.version(version).folder for version in reading.versions)
+        plan = wire.FetchPlan(
+            versions=reading.versions,
+            folders=folders,
+            nbytes=reading.nbytes,
+            lease=lease.id,
+            ttl=LEASE_SECONDS,
+        )
+        return plan, lease
+
+    def _read_record(self, version: int) -> VersionRecord:
+        self._store.refresh()
+        return self._store.record(version)
 
     def _committed_at(self, version: int) -> float:
         return float(self._store.state.version(version).at)

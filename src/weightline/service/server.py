@@ -89,10 +89,15 @@ def serve(
             make_runtime_dir(folder.parent)
         make_runtime_dir(folder)
         clear_stale_socket(path)
-        cleaner = Cleaner(
-            root, max_versions=max_versions, disk_budget=disk_budget, interval=cleanup_interval, name="server"
-        )
         host = Host(opened, sync_timeout=sync_timeout, runtime_dir=folder)
+        cleaner = Cleaner(
+            root,
+            max_versions=max_versions,
+            disk_budget=disk_budget,
+            interval=cleanup_interval,
+            name="server",
+            live=host.live,
+        )
         asyncio.run(_Serving(host, cleaner, lock, path, folder, grpc, http).run(ready))
     finally:
         lock.release()

@@ -31,9 +31,10 @@ class Roll:
             self.acked(ack, now=ack.at)
 
     def seen(self, name: str, *, now: float) -> None:
-        """A sign of life."""
+        """A sign of life of a subscriber; readers that never watched or acked by name are none."""
         with self._lock:
-            self._touch(name, now)
+            if name in self._known:
+                self._touch(name, now)
 
     def joined(self, name: str, *, now: float) -> None:
         """It opened a watch stream."""

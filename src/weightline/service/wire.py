@@ -78,10 +78,12 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class Fetch(Struct, frozen=True, kw_only=True):
-    """What has to be read for `version`, given the bytes of `have`. The answer holds a lease."""
+    """What is read for the delta from `have` (None: the base) to `version`. The answer holds a lease."""
 
     version: int
     have: int | None
+    full: bool = False
+    """All of `version`, whatever the reader has."""
     subscriber: str
 
 
