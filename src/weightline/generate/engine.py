@@ -330,7 +330,7 @@ class Engine:
                 self.refits.expire()
                 if self._may_step():
                     self._step()
-        self._abort(lambda _: True)
+            self._abort(lambda _: True)
         for waiter in self._drained:
             waiter.set_exception(Unavailable("the engine is stopping"))
 

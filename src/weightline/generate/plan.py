@@ -16,8 +16,6 @@ from weightline.generate.weights import LiveWeights, Window
 from weightline.generate.widen import Bits, widen, widens
 from weightline.generate.wire import RefitOrder
 
-_SHOWN = 8
-
 
 class Write(Struct, frozen=True, eq=False):
     """New bits for one window."""
@@ -42,9 +40,7 @@ class Plan(Struct, frozen=True, eq=False):
 
 def refused(misses: Sequence[str], hint: str) -> RefitError:
     """One error for all misses; the engine still serves what it served."""
-    shown = "; ".join(misses[:_SHOWN])
-    more = f"; and {len(misses) - _SHOWN} more" if len(misses) > _SHOWN else ""
-    return RefitError(f"refit refused: {shown}{more}", engine_state="old", hint=hint)
+    return RefitError(f"refit refused: {'; '.join(misses)}", engine_state="old", hint=hint)
 
 
 def make_plan(weights: LiveWeights, order: RefitOrder) -> Plan:

@@ -33,7 +33,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     """Canonical, over output indexes: the label live in the step that sampled each token."""
     kv_weight_versions: tuple[WeightVersionSpan, ...]
     """Over context positions: the label whose weights computed the keys and values there, as they stood at
-    the end. The last output token's were never computed.
+    the end. The last output token's were never computed. Empty when the output ended (an abort) while all of
+    them were being computed anew.
     """
     kv_recomputed_at: tuple[int, ...]
     """Output indexes before whose sampling all keys and values were computed anew, under the label of that
@@ -141,9 +142,17 @@ class Sequence:
             logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
             finish_reason=reason,
             weight_versions=self.spans.spans(),
-            kv_weight_versions=self.kv.spans(),
+            kv_weight_versions=self._kv_at_the_end(),
             kv_recomputed_at=tuple(i for i in self.recomputed_at if i < len(self.output)),
         )
+
+    def _kv_at_the_end(self) -> tuple[WeightVersionSpan, ...]:
+        if self.recomputed_at and self.recomputed_at[-1] == len(self.output):
+            return ()
+        if self.output and len(self.kv) == self.length:
+            # A pass that sampled nothing (its logits were not finite) says nothing about any token.
+            self.kv.truncate(self.length - 1)
+        return self.kv.spans()
 
 
 class Request:
