@@ -343,10 +343,15 @@ def retire(
 ) -> Machine:
     """The machine that announces the deletion of the blobs of `versions`, but for those already retired."""
 
+    announced: list[RetireEntry] = []
+
     def decide(state: LedgerState) -> Decision:
         left = tuple(v for v in versions if v not in state.retired)
         entry = RetireEntry(write_id=write_id, epoch=state.epoch, at=at, versions=left, reason=reason)
-        return entry if left else Done(state.seq, entry, state.epoch, repeated=False)
+        if left:
+            announced[:] = [entry]
+            return entry
+        return Done(state.seq, announced[0] if announced else entry, state.epoch, repeated=not announced)
 
     return Machine(state, decide)
 
