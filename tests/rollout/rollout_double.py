@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import ml_dtypes
 import numpy as np
 
 from weightline import codec
 from weightline.errors import ConflictError, RefitError, Unavailable, WeightlineError
 from weightline.rollout.engines.base import EngineDescription, Prepared, Refit
+
+BF16 = ml_dtypes.bfloat16
 
 VERBS = (
     "describe",
@@ -308,3 +311,33 @@ ERRORS: dict[str, WeightlineError] = {
     "conflict": ConflictError("injected: conflict"),
     "plain": WeightlineError("injected: internal error"),
 }
+
+
+def random_weights(seed: int) -> dict[str, np.ndarray]:
+    """A model in miniature, with bf16, fp32, a scalar and bits that floats would not keep."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        "model.embed_tokens.weight": rng.standard_normal((48, 40)).astype(BF16),
+        "model.layers.0.mlp.gate_proj.weight": rng.standard_normal((40, 40)).astype(BF16),
+        "model.layers.0.mlp.up_proj.weight": rng.standard_normal((40, 40)).astype(BF16),
+        "model.layers.0.bias": rng.standard_normal(7).astype(np.float32),
+        "model.norm.weight": np.ones(40, BF16),
+        "model.scale": np.float32(1.5).reshape(()),
+    }
+    weights["model.layers.0.bias"][:2] = np.array([0x7FC00123, 0x80000000], np.uint32).view(
+        np.float32
+    )  # NaN payload, -0.0
+    return weights
+
+
+def stepped(
+    weights: Mapping[str, np.ndarray], seed: int, names: tuple[str, ...] | None = None
+) -> dict[str, np.ndarray]:
+    """The weights after a small step: some elements of some tensors change."""
+    rng = np.random.default_rng(seed)
+    after = {name: array.copy() for name, array in weights.items()}
+    for name in names or tuple(n for n in weights if n != "model.norm.weight"):
+        flat = after[name].reshape(-1)
+        chosen = rng.choice(flat.size, max(1, flat.size // 50), replace=False)
+        flat[chosen] = rng.standard_normal(chosen.size).astype(flat.dtype)
+    return after

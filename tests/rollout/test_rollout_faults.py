@@ -1,7 +1,8 @@
-"""Every verb of a refit fails, before and after its effect, once and for long, and followers die at every point.
+"""Every verb of a refit fails, before and after its effect, once and for long, and followers die at every
+point.
 
-Whatever happens, the engine ends at old bits with the old label or new bits with the new label, serving; or it is quarantined and a full refit
-heals it. No token ever carries the label of weights that did not make it.
+Whatever happens, the engine ends at old bits with the old label or new bits with the new label, serving; or
+it is quarantined and a full refit heals it. No token ever carries the label of weights that did not make it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def test_a_failure_on_the_way_back_too(rig, verb, back, kind, back_kind):
 
 @pytest.mark.parametrize("restart", ["soon", "late"])
 @pytest.mark.parametrize(("verb", "when"), MOMENTS)
-def test_a_follower_killed_at_any_point_leaves_a_serving_engine_and_the_next_one_heals_it(rig, verb, when, restart):
+def test_a_follower_killed_at_any_point_leaves_a_serving_engine_and_the_next_one_heals_it(
+    rig, verb, when, restart
+):
     rig.put_at(1)
     engine = rig.engine
     engine.faults = [Fault(verb, when, Killed())]

@@ -167,7 +167,8 @@ class Follower:
     def _end_doubt(self, engine: EngineDescription) -> EngineDescription:
         """The end of our last refit was lost on the way, and there is no other to come: let the engine go on.
 
-        Bits and label of an engine that is not quarantined agree, so a resume is all it needs. Raises what the engine answers.
+        Bits and label of an engine that is not quarantined agree, so a resume is all it needs. Raises what
+        the engine answers.
         """
         doubt = self._doubt
         if doubt is None or engine.quarantined:

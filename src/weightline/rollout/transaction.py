@@ -156,6 +156,7 @@ class Transaction:
             # The engine ended the session by itself (watchdog, restart). Its pause is over too, unless ours
             # came after that; a blind resume here could break the session of another follower.
             return self._finish("unknown", closed=True, in_doubt=self._paused_by_us)
-        # Perhaps still paused, perhaps quarantined by the engine itself. The session stays open: this follower's next one replaces
-        # it, and if there is none, the engine's watchdog ends it and the pause with it.
+        # Perhaps still paused, perhaps quarantined by the engine itself. The session stays open: this
+        # follower's next one replaces it, and if there is none, the engine's watchdog ends it and the pause
+        # with it.
         return self._finish("unknown", closed=False, in_doubt=self._paused_by_us)

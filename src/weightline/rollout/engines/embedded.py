@@ -80,7 +80,7 @@ class EmbeddedEngine:
         answer = self._call("POST", "/weightline/prepare", _Session, body, self._data)
         return Prepared(session=answer.session, elements=answer.elements)
 
-    def pause(self, prepared: Prepared) -> None:
+    def pause(self, prepared: Prepared) -> None:  # noqa: ARG002 - vLLM's route knows no sessions; the engine counts it to the open one
         self._call("POST", "/pause?mode=keep&clear_cache=false", dict)
 
     def apply(self, prepared: Prepared) -> None:
@@ -148,6 +148,9 @@ class EmbeddedEngine:
         except msgspec.DecodeError:
             data = {}
         if "kind" in data:
+            inner = data.pop("error", None)  # vLLM's routes wrap the message in vLLM's error body
+            if "message" not in data and isinstance(inner, dict):
+                data["message"] = str(inner.get("message", ""))
             return from_dict(data)
         message = f"engine {self.url}: {path}: HTTP {status}"
         if status == 404 and path.startswith("/weightline/"):
