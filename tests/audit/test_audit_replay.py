@@ -125,6 +125,8 @@ def test_control_shows_what_wrong_labels_look_like(world: World, kept: dict[str,
     assert report.control is not None
     assert report.control.tokens == 40
     assert report.control.mismatches > 10
+    assert report.logprob_outliers == 0
+    assert report.control.logprob_outliers > 30
     assert report.control.max_logprob_error is not None
     assert report.max_logprob_error is not None
     assert report.control.max_logprob_error > 100 * report.max_logprob_error

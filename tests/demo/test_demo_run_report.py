@@ -80,6 +80,9 @@ def finished_board() -> Board:
             "max_tie_gap": 1e-4,
             "tie_margin": 5e-4,
             "by_version": {},
+            "max_logprob_error": 1e-5,
+            "logprob_outliers": 0,
+            "control": {"tokens": 90, "mismatches": 2, "max_logprob_error": 0.0125, "logprob_outliers": 70},
         }
     )
     return board
@@ -126,6 +129,12 @@ def test_settled_needs_label_and_ack_of_the_newest_version_from_every_engine() -
     assert not Board().settled
 
 
+def test_settled_waits_for_news_of_the_last_version() -> None:
+    board = finished_board()
+    board.see_trainer({"event": "done", "version": 4})
+    assert not board.settled
+
+
 def test_an_unknown_label_is_no_version() -> None:
     board = finished_board()
     board.see_engine(EngineSeen("engine-0", "default", False))
@@ -143,6 +152,7 @@ def test_summary_says_what_happened_and_what_to_look_at_next(tmp_path: Path) -> 
     temporary = printed(lambda c: print_summary(build(board, seconds=12.0, phases={}, folder=None), c))
     assert "reward 0.250 → 0.500" in temporary
     assert "200 tokens of 5 requests replayed (2 mixed): none is wrong, 1 ties within 0.0005" in temporary
+    assert "replay to 1.0e-05; with the labels of the mixed ones exchanged" in temporary
     assert "weightline demo --model tiny --dir" in temporary
     kept = printed(lambda c: print_summary(build(board, seconds=12.0, phases={}, folder=tmp_path), c))
     assert f"weightline log {tmp_path / 'store'}" in kept

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 TIE_MARGIN = 5e-4
 """Logit units. See `docs/design/0009-demo-and-replay.md` for the noise that it was measured against."""
+LOGPROB_MARGIN = 1e-4
+"""Natural logarithm; measured like `TIE_MARGIN`, for engines that compute in float32."""
 _LONGEST_PASS = 256
 """Positions of one forward call; bounds the memory of its logits (256 × 49,152 × 4 bytes = 50 MB for
 SmolLM2).
@@ -75,7 +77,8 @@ class Control(Struct, frozen=True):
     tokens: int
     mismatches: int
     max_logprob_error: float | None
-    """As `ReplayReport.max_logprob_error`: how much larger it is says how well labels can be told apart."""
+    logprob_outliers: int
+    """As in `ReplayReport`; how much larger these two are says how well labels can be told apart."""
 
 
 class ReplayReport(Struct, frozen=True, kw_only=True):
@@ -96,6 +99,11 @@ class ReplayReport(Struct, frozen=True, kw_only=True):
     """Largest |recorded - replayed| log-probability of a checked token (natural logarithm).
 
     None when the file has none."""
+    logprob_outliers: int
+    """Checked tokens where that is more than `LOGPROB_MARGIN`. They tell apart versions that sample the same
+    tokens, but an engine that computes in fewer bits has them under true labels, too; so they are no
+    mismatches.
+    """
     first_mismatches: tuple[Mismatch, ...]
     """Up to 20 of them."""
     unchecked: dict[str, int]
@@ -134,6 +142,7 @@ class _Tally:
         self.tokens: dict[str, list[int]] = {}
         self.max_tie_gap = 0.0
         self.max_logprob_error: float | None = None
+        self.logprob_outliers = 0
         self.shown: list[Mismatch] = []
         self.unchecked: dict[str, int] = {}
 
@@ -164,7 +173,8 @@ class _Tally:
         if len(self.shown) < _SHOWN:
             self.shown.append(Mismatch(job.request.request_id, job.index, index, label, reason, gap))
 
-    def logprobs(self, error: float) -> None:
+    def logprob(self, error: float) -> None:
+        self.logprob_outliers += not error <= LOGPROB_MARGIN
         if self.max_logprob_error is None or not error <= self.max_logprob_error:  # NaN is never small
             self.max_logprob_error = error
 
@@ -310,7 +320,7 @@ def _compare(job: _Job, label: str, first: int, logits: torch.Tensor) -> None:
     replayed = (own - logits.logsumexp(dim=1)).tolist()
     for value, there in zip(replayed, recorded[first : first + n], strict=True):
         if there is not None:
-            job.tally.logprobs(abs(value - there))
+            job.tally.logprob(abs(value - there))
 
 
 def _report(jobs: list[_Job], tally: _Tally, wrong: _Tally | None) -> ReplayReport:
@@ -319,7 +329,12 @@ def _report(jobs: list[_Job], tally: _Tally, wrong: _Tally | None) -> ReplayRepo
     by_version = {label: VersionTally(*counts) for label, counts in tally.tokens.items()}
     control = None
     if wrong is not None:
-        control = Control(wrong.checked, sum(c[1] for c in wrong.tokens.values()), wrong.max_logprob_error)
+        control = Control(
+            tokens=wrong.checked,
+            mismatches=sum(counts[1] for counts in wrong.tokens.values()),
+            max_logprob_error=wrong.max_logprob_error,
+            logprob_outliers=wrong.logprob_outliers,
+        )
     return ReplayReport(
         tokens_checked=tally.checked,
         requests_checked=len(seen),
@@ -330,6 +345,7 @@ def _report(jobs: list[_Job], tally: _Tally, wrong: _Tally | None) -> ReplayRepo
         tie_margin=tally.tie_margin,
         max_tie_gap=tally.max_tie_gap,
         max_logprob_error=tally.max_logprob_error,
+        logprob_outliers=tally.logprob_outliers,
         first_mismatches=tuple(tally.shown),
         unchecked=tally.unchecked,
         control=control,

@@ -89,6 +89,8 @@ class Board:
         default_factory=lambda: {"requests": 0, "tokens": 0, "dropped": 0, "mixed": 0}
     )
     trainer_done: bool = False
+    final: int | None = None
+    """The last version that the trainer committed, as it said when it was done."""
     audit: AuditState = field(default_factory=AuditState)
     peak_rss: int = 0
 
@@ -100,8 +102,8 @@ class Board:
     @property
     def settled(self) -> bool:
         """Every engine says the newest version's label, and the server has the follower's ack for it."""
-        if self.newest is None:
-            return False
+        if self.newest is None or self.newest < (self.final or 0):
+            return False  # what we know of the line is older than the end of the training
         record = self.records[self.newest]
         acked = {a.subscriber for a in record.acks}
         return all(state.label == record.label and name in acked for name, state in self.engines.items())
@@ -129,6 +131,7 @@ class Board:
                 self.rollouts.update({k: int(event[k]) for k in self.rollouts if k in event})
             case "done":
                 self.trainer_done = True
+                self.final = event.get("version")
             case _:
                 pass  # events that we do not show are in the log
 
@@ -141,6 +144,8 @@ class Board:
         if event["event"] != "refit":
             return
         state.refits += 1
+        if event.get("label"):
+            state.label, state.version = str(event["label"]), event.get("version")
         pause = event.get("pause_ms")
         if pause is not None:
             state.last_pause_ms = float(pause)

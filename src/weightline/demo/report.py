@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from weightline.audit import Control
 from weightline.demo.board import Board
 
 
@@ -64,6 +66,12 @@ class Audit(Struct, frozen=True):
     max_tie_gap: float = 0.0
     tie_margin: float = 0.0
     max_logprob_error: float | None = None
+    """Largest difference between a recorded and a replayed log-probability."""
+    logprob_outliers: int = 0
+    control: Control | None = None
+    """The same replay with the labels of mixed requests exchanged, so known to be wrong: what a lie would
+    look like.
+    """
 
 
 class DemoReport(Struct, frozen=True, kw_only=True):
@@ -100,9 +108,7 @@ class DemoReport(Struct, frozen=True, kw_only=True):
 
 def build(board: Board, *, seconds: float, phases: dict[str, float], folder: Path | None) -> DemoReport:
     """The report of what `board` has seen."""
-    outcome = board.audit.outcome or {}
     versions = sorted(board.records)
-    audit = {k: outcome[k] for k in Audit.__struct_fields__ if k in outcome}
     return DemoReport(
         model=board.model,
         versions=versions,
@@ -118,7 +124,15 @@ def build(board: Board, *, seconds: float, phases: dict[str, float], folder: Pat
         ],
         rollouts=Rollouts(**board.rollouts),
         bytes=Bytes(**board.bytes_stored()),  # type: ignore[arg-type]
-        audit=Audit(**{"tokens_checked": 0, "mixed_requests_checked": 0, "mismatches": 0, **audit}),
+        audit=msgspec.convert(
+            {
+                "tokens_checked": 0,
+                "mixed_requests_checked": 0,
+                "mismatches": 0,
+                **(board.audit.outcome or {}),
+            },
+            Audit,
+        ),
         reward=[s.reward_mean for s in board.steps],
         changed_fraction=[
             board.records[v].changed / board.records[v].elements if board.records[v].elements else 0.0
@@ -174,6 +188,8 @@ def summary(report: DemoReport) -> RenderableType:
         "rollouts", f"{r.requests} requests, {r.tokens} tokens, {r.mixed} mixed, {r.dropped} dropped"
     )
     rows.add_row("labels", _audit_line(report.audit))
+    if (control := _control_line(report.audit)) is not None:
+        rows.add_row("", control)
     rows.add_row("cost", f"{report.seconds:.0f} s, {human_bytes(report.peak_rss)} resident at most")
     return Group(Text("weightline demo: done", style="bold green"), rows, Text(), *_next(report))
 
@@ -195,6 +211,17 @@ def _audit_line(audit: Audit) -> str:
     return (
         f"{audit.tokens_checked} tokens of {audit.requests_checked} requests replayed "
         f"({audit.mixed_requests_checked} mixed): {verdict}{ties}"
+    )
+
+
+def _control_line(audit: Audit) -> str | None:
+    control = audit.control
+    if control is None or control.max_logprob_error is None or audit.max_logprob_error is None:
+        return None
+    return (
+        f"log-probabilities replay to {audit.max_logprob_error:.1e}; with the labels of the mixed ones "
+        f"exchanged, to {control.max_logprob_error:.1e}, and {control.mismatches} of {control.tokens} tokens "
+        "would differ"
     )
 
 

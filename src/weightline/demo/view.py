@@ -21,7 +21,7 @@ _REFRESH = 0.2
 
 PHASES = {
     "start": "starting",
-    "model": "making the model folder (once; about a minute for SmolLM2)",
+    "model": "looking for the model folder (made once; about a minute for SmolLM2)",
     "processes": "starting the processes",
     "train": "training, while the engines go on serving",
     "settle": "waiting until every engine serves the newest version",
