@@ -180,8 +180,8 @@ class Port:
         e = self.engine
         tensors = tuple(codec.spec_of(name, array) for name, array in e.weights.items())
         answer = EngineDescription(
-            kind="double", label=e.label, version=e.version, run=e.run, instance=str(e.starts), paused=e.paused,
-            quarantined=e.quarantined, tensors=tensors, aliases=e.aliases,
+            kind="double", label=e.label, version=e.version, run=e.run, instance=str(e.starts),
+            paused=e.paused, quarantined=e.quarantined, tensors=tensors, aliases=e.aliases,
         )  # fmt: skip
         self._enter("describe", "after")
         return answer

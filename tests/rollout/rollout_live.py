@@ -21,8 +21,8 @@ SERVE = """
 import json, sys
 from pathlib import Path
 from weightline.generate import serve_engine
-serve_engine(Path(sys.argv[1]), port=int(sys.argv[2]), session_timeout=float(sys.argv[3]), threads=1, max_model_len=256,
-             ready=lambda facts: print(json.dumps(facts), flush=True))
+serve_engine(Path(sys.argv[1]), port=int(sys.argv[2]), session_timeout=float(sys.argv[3]), threads=1,
+             max_model_len=256, ready=lambda facts: print(json.dumps(facts), flush=True))
 """
 
 
@@ -101,7 +101,7 @@ class LiveEngine:
 
     def start(self) -> None:
         arguments = [sys.executable, "-c", SERVE, str(self.model), str(self.port), str(self.session_timeout)]
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process; a pipe could fill up
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process is; a pipe could fill
         self.process = subprocess.Popen(
             arguments,
             stdout=subprocess.PIPE,

@@ -16,8 +16,8 @@ from weightline.types import VersionRecord
 def record(version, **flags):
     return VersionRecord(
         version=version, seq=version, parent=None, base=None, epoch=1, step=None, label=f"{version}@aa",
-        kind="delta", nbytes=1, raw_nbytes=1, changed=1, elements=1, digest="aa", folder="f", committed_at=0.0,
-        commit_id=str(version), **flags,
+        kind="delta", nbytes=1, raw_nbytes=1, changed=1, elements=1, digest="aa", folder="f",
+        committed_at=0.0, commit_id=str(version), **flags,
     )  # fmt: skip
 
 

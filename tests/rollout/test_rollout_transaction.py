@@ -90,7 +90,7 @@ def walk(
         if failure and not failures:
             continue
         assert not after.serving() or after.bits == after.label, (
-            f"tokens of {after.bits} bits would carry the {after.label} label after {[*transaction_events, event]}"
+            f"{after.bits} bits would carry the {after.label} label after {[*transaction_events, event]}"
         )
         yield from walk([*transaction_events, event], after, failures - failure)
 

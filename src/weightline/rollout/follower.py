@@ -7,6 +7,7 @@ in itself, so a follower can be killed and started again at any point.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from weightline.errors import (
     IntegrityError,
     InvalidInput,
     RefitError,
+    StorageFull,
     Unavailable,
     VersionGone,
     VersionNotFound,
@@ -176,10 +178,9 @@ class Follower:
         if engine.paused:
             self.port.resume()
         if doubt.session is not None:
-            try:
+            # When the engine's watchdog ended it already, the next description shows what came of it.
+            with contextlib.suppress(ConflictError):
                 self.port.close_session(doubt.session)
-            except ConflictError:
-                pass  # the engine's watchdog ended it; the next description shows what came of it
         self._doubt = None
         return self.port.describe()
 
@@ -192,6 +193,8 @@ class Follower:
             plan = self._plan(engine, record)
             planned = self._clock()
             file, have = self._fetch(plan, have)
+        except StorageFull as error:
+            return self._failed(error, record, live, have)
         except Unavailable as error:
             return self._waiting("store", error)
         except WeightlineError as error:
@@ -263,7 +266,7 @@ class Follower:
                     self.line, plan.record, have, plan.manifest, plan.mapping
                 ), have
             except (VersionGone, VersionNotFound, InvalidInput):
-                pass  # retired deltas, or names and shapes that changed on the way: the full version needs neither
+                pass  # deltas retired, or shapes changed on the way: the full version needs neither
         return self.replica.full_file(self.line, plan.record, plan.manifest, plan.mapping), None
 
     def _confirm(

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightline.errors import IntegrityError, InvalidInput, StorageFull
+from weightline.errors import IntegrityError, InvalidInput, StorageFull, Unavailable, VersionGone
 
 if TYPE_CHECKING:
-    from weightline.codec import Delta, TensorChange
+    from weightline.codec import Delta
     from weightline.service.line import Line
     from weightline.store import Manifest
     from weightline.types import VersionRecord
@@ -86,7 +86,8 @@ def sweep(parent: Path, *, host: str | None = None) -> list[Path]:
         try:
             owner = msgspec.json.decode((folder / OWNER).read_bytes(), type=Owner)
         except (OSError, msgspec.DecodeError):
-            continue  # not ours to judge: a follower writes its owner file before anything else, under the final name
+            # Not ours to judge: the folder of a follower has its owner file from the first moment on.
+            continue
         if owner.host != here:
             continue
         started = _process_started(owner.pid)
@@ -170,16 +171,12 @@ class Replica:
         return None
 
     def _write(self, delta: Delta, manifest: Manifest, mapping: Mapping[str, str], stem: str) -> RefitFile:
-        from weightline.codec import Delta, write_delta
+        from weightline.codec import write_delta
 
         digests = _expected(delta, manifest, mapping)
         path = self.folder / f"{stem}-{uuid.uuid4().hex[:8]}.safetensors"
         try:
-            nbytes = write_delta(
-                Delta(_Renamed(delta, mapping), base=delta.base, version=delta.version),
-                path,
-                level="absolute",
-            )
+            nbytes = write_delta(_renamed(delta, mapping), path, level="absolute")
         except OSError as error:
             path.unlink(missing_ok=True)
             raise StorageFull(
@@ -188,22 +185,18 @@ class Replica:
         return RefitFile(path, digests, delta.elements, nbytes, owned=True)
 
 
-class _Renamed:
-    """The changes of a delta under the engine's names, one tensor decoded at a time."""
+def _renamed(delta: Delta, mapping: Mapping[str, str]) -> Delta:
+    """The same changes under the engine's names; arrays are borrowed, not copied."""
+    from weightline.codec import Delta
+    from weightline.codec.delta import Held
 
-    level = "absolute"
-
-    def __init__(self, delta: Delta, mapping: Mapping[str, str]) -> None:
-        self._delta = delta
-        self._sources = {mapping[name]: name for name in delta.changed}
-        self.specs = {
-            new: msgspec.structs.replace(delta.specs[old], name=new) for new, old in self._sources.items()
-        }
-        self.elements = delta.elements
-        self.nbytes = delta.nbytes
-
-    def change(self, name: str) -> TensorChange:
-        return msgspec.structs.replace(self._delta.change(self._sources[name]), spec=self.specs[name])
+    if all(mapping[name] == name for name in delta.changed):
+        return delta
+    changes = []
+    for change in delta.changes():
+        spec = msgspec.structs.replace(change.spec, name=mapping[change.spec.name])
+        changes.append(msgspec.structs.replace(change, spec=spec))
+    return Delta(Held(changes), base=delta.base, version=delta.version)
 
 
 def _expected(delta: Delta, manifest: Manifest, mapping: Mapping[str, str]) -> dict[str, str]:
@@ -213,7 +206,7 @@ def _expected(delta: Delta, manifest: Manifest, mapping: Mapping[str, str]) -> d
     wrong = [name for name in delta.changed if delta.change(name).digest != promised.get(name)]
     if wrong:
         raise IntegrityError(
-            f"version {manifest.version}: the delta leads to other bytes than the manifest names for {', '.join(wrong)}",
+            f"version {manifest.version}: delta and manifest disagree on the bytes of {', '.join(wrong)}",
             hint="run `weightline verify --deep`",
         )
     return {mapping[name]: promised[name] for name in delta.changed}
@@ -226,7 +219,12 @@ def _check_blob(path: Path, nbytes: int, sha256: str) -> None:
             size = os.fstat(file.fileno()).st_size
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
-        raise IntegrityError(f"{path}: the blob is missing", hint=hint) from None
+        # Retired since it was looked up, or lost: in both cases only another way to the version helps.
+        raise VersionGone(f"{path}: the blob is missing", hint=hint) from None
+    except OSError as error:
+        raise Unavailable(
+            f"{path}: {error.strerror or error}", hint="can this process read the store?"
+        ) from None
     if size != nbytes or digest != sha256:
         raise IntegrityError(
             f"{path}: the blob is not what its manifest says ({size} of {nbytes} bytes)", hint=hint
