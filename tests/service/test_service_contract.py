@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -291,3 +292,75 @@ def test_a_wait_ends_when_its_handle_is_closed(door):
         line.close()
         with pytest.raises(InvalidInput, match="closed"):
             waiting.result(30)
+
+
+def test_an_ack_that_means_nothing_is_refused_by_its_field(line):
+    line.commit(model())
+    for field, bad in [
+        ("subscriber", {"subscriber": ""}),
+        ("subscriber", {"subscriber": "a\nb"}),
+        ("subscriber", {"subscriber": 7}),
+        ("verified", {"verified": "perhaps"}),
+        ("pause_ms", {"pause_ms": -1.0}),
+        ("pause_ms", {"pause_ms": float("nan")}),
+        ("detail", {"detail": None}),
+    ]:
+        with pytest.raises(InvalidInput, match=field) as caught:
+            line.ack(1, **{"subscriber": "engine-0", **bad})
+        assert caught.value.hint
+    assert line.record(1).acks == ()
+
+
+def test_numbers_may_be_numpy_integers_and_nothing_else_is_taken_for_one(line):
+    one = np.int64(1)
+    line.commit(model(), step=np.int32(5))
+    line.commit(moved(model()))
+    line.ack(one, "engine-0")
+    assert line.record(one).step == 5
+    assert bits(line.load(one)) == bits(model())
+    assert line.manifest(one).version == 1
+    assert line.fetch_delta(np.int64(2), have=one).base == 1
+    assert line.wait_for_update(timeout=0, after=one) == 2
+    for ask in (line.record, line.load, line.manifest, line.fetch_delta, lambda v: line.ack(v, "engine-0")):
+        for bad in ("1", 1.0, None, True):
+            with pytest.raises(InvalidInput, match="version is"):
+                ask(bad)
+        for absent in (0, -1, 3):
+            with pytest.raises(VersionNotFound, match=str(absent)):
+                ask(absent)
+
+
+def test_versions_that_rest_on_each_other_are_leased_only_while_they_are_read(line):
+    weights = model()
+    line.commit(weights)
+    line.commit(moved(weights))
+    line.load(2)
+    line.fetch_delta(2)
+    assert list((line.root / "leases").iterdir()) == []
+
+
+def test_a_forked_child_may_not_commit_with_its_parents_handle(door):
+    line = door.open()
+    line.commit(model())
+    line.commit_async(moved(model())).result(30)
+    assert "fork" in said_by_a_fork(lambda: line.commit(moved(model(), "steps")))
+    assert "fork" in said_by_a_fork(lambda: line.commit_async(moved(model(), "steps")))
+    assert line.commit(moved(model(), "steps")) == 3
+
+
+def said_by_a_fork(work):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = "no error"
+        try:
+            work()
+        except InvalidInput as error:
+            said = error.message
+        finally:
+            os.write(write, said.encode())
+            os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    with os.fdopen(read) as pipe:
+        return pipe.read()

@@ -13,7 +13,7 @@ import pytest
 from service_world import bits, model, moved, until
 
 import weightline as wl
-from weightline.errors import FormatError, InvalidInput, StoreNotFound, VersionGone
+from weightline.errors import FormatError, InvalidInput, StoreNotFound, Unavailable, VersionGone
 from weightline.service.cleaner import LOCK_NAME, Cleaner
 from weightline.service.presence import OwnerLock
 
@@ -191,3 +191,41 @@ def test_nothing_of_a_store_lies_outside_its_folder(tmp_path):
         engine.commit(model())
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt"}
     assert Path(root / "run.json").is_file()
+
+
+def test_an_embedded_cleaner_keeps_what_was_acked_lately(tmp_path):
+    with wl.CheckpointEngine(tmp_path / "ckpt", max_versions=1, cleanup_interval=0.02) as engine:
+        weights = model()
+        engine.commit(weights)
+        engine.ack(1, "engine-0")
+        for _ in range(3):
+            weights = moved(weights)
+            engine.commit(weights, anchor=True)
+        until(lambda: engine.record(3).retired, "retention")
+        assert not engine.record(1).retired
+        assert bits(engine.load(1)) == bits(model())
+
+
+def test_the_storage_path_is_a_folder(tmp_path):
+    wl.CheckpointEngine(f"file://{tmp_path}/ckpt").close()
+    assert (tmp_path / "ckpt" / "run.json").is_file()
+    with pytest.raises(InvalidInput, match="not a folder"):
+        wl.CheckpointEngine(f"unix://{tmp_path}/wl.sock")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidInput, match="file is not a folder"):
+        wl.CheckpointEngine(tmp_path / "file")
+
+
+def test_a_catalogue_that_cannot_be_written_is_a_typed_error_and_loses_no_version(tmp_path):
+    with wl.CheckpointEngine(tmp_path / "ckpt") as engine:
+        engine.commit(model())
+    catalogue = tmp_path / "ckpt" / "catalog.sqlite"
+    for path in catalogue.parent.glob("catalog.sqlite*"):
+        path.unlink()
+    catalogue.mkdir()
+    with wl.CheckpointEngine(tmp_path / "ckpt") as engine:
+        with pytest.raises(Unavailable, match=r"catalog\.sqlite"):
+            engine.ack(1, "engine-0")
+        assert engine.record(1).acks == ()
+        assert engine.subscribers() == ()
+        assert engine.commit(moved(model())) == 2

@@ -92,6 +92,7 @@ def test_acks_survive_a_killed_server(server):
         assert line.record(1).acks[0].verified == "live"
 
 
+@pytest.mark.faults
 def test_servers_killed_in_the_middle_of_commits_lose_no_answer_and_reuse_no_number(server, root):
     """The trainer never learns that its server died five times."""
     weights = model()
@@ -394,26 +395,36 @@ def test_a_store_that_is_not_on_this_host_is_refused_by_name(server, root):
         root.with_name("moved").rename(root)
 
 
-def test_a_forked_child_is_told_not_to_use_its_parents_connection(server):
-    with wl.connect(server.url) as line:
-        line.commit(model())
-        line.wait_for_update(timeout=0)
-        read, write = os.pipe()
+FORKER = """
+import os, sys, numpy as np, weightline as wl
+with wl.connect(sys.argv[1]) as line:
+    weights = {"w": np.zeros(4, np.float32)}
+    line.commit(weights)
+    line.wait_for_update(timeout=0)
+    for _ in range(5):
         pid = os.fork()
         if pid == 0:
             try:
                 line.ack(1, "child")
-                said = "no error"
-            except InvalidInput as error:
-                said = error.message
-            finally:
-                os.write(write, said.encode())
-                os._exit(0)
-        os.close(write)
+            except wl.InvalidInput as error:
+                print(error.message, flush=True)
+            os._exit(0)
         os.waitpid(pid, 0)
-        with os.fdopen(read) as pipe:
-            assert "fork" in pipe.read()
-        assert line.commit(moved(model())) == 2
+    weights["w"][0] = 1
+    print(line.commit(weights))
+"""
+
+
+def test_a_process_that_forks_keeps_its_connection_and_hears_no_warnings(server):
+    """As a trainer with data loader workers does; a child that uses the connection is told not to."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKER, server.url], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.stderr == ""
+    said = ran.stdout.splitlines()
+    assert said[-1] == "2"
+    assert len(said) == 6
+    assert all("this is a fork of it" in line for line in said[:5])
 
 
 def test_many_connections_leave_no_thread_and_no_descriptor(server):
@@ -430,6 +441,64 @@ def test_many_connections_leave_no_thread_and_no_descriptor(server):
     for _ in range(20):
         once()
     until(lambda: descriptors() <= before + 2, "descriptors to be closed", bound=10)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("max_versions", 0), ("sync_timeout", -1), ("cleanup_interval", 0), ("store", "unix:/x")],
+)
+def test_a_setting_that_cannot_be_is_refused_before_anything_is_made(root, runtime_dir, setting, value):
+    with ServerProcess(root, runtime_dir, **{setting: value}) as server:
+        said = server.first_line()["error"]
+    assert said["kind"] == "invalid_input"
+    assert setting in said["message"] or str(value) in said["message"]
+    assert not root.exists()
+    assert not list(runtime_dir.iterdir())
+
+
+def test_a_request_that_is_too_large_is_the_callers_error(server):
+    with wl.connect(server.url, commit_timeout=5) as line:
+        with pytest.raises(InvalidInput, match="Publish"):
+            line.commit(model(), metadata={"notes": "x" * (5 << 20)})
+        assert line.latest() is None
+        assert line.commit(model()) == 1
+
+
+@pytest.mark.faults
+def test_a_server_killed_before_any_durable_step_of_a_publish_loses_and_doubles_nothing(root, runtime_dir):
+    weights = model()
+    expected = 0
+    deaths = 0
+    with ServerProcess(root, runtime_dir) as first:
+        first.start()
+        first.stop()
+    for step in range(1, 40):
+        with ServerProcess(root, runtime_dir, kill_at=step) as doomed, ThreadPoolExecutor(1) as pool:
+            doomed.start()
+            # A new trainer each time, so that the steps of taking an epoch are among those it dies at.
+            with wl.connect(doomed.url) as line:
+                weights = moved(weights)
+                committing = pool.submit(line.commit, weights, step=step)
+                died = until(lambda: doomed.process.poll() is not None or committing.done(), "an end")  # noqa: B023
+                died = doomed.process.poll() is not None
+                if died:
+                    deaths += 1
+                    doomed.kill()
+                    with ServerProcess(root, runtime_dir) as heir:
+                        heir.start()
+                        assert committing.result(60) == expected + 1
+                        heir.stop()
+                else:
+                    assert committing.result(60) == expected + 1
+                expected += 1
+        if not died:
+            break
+    assert deaths >= 8
+    with wl.connect(str(root)) as line:
+        records = line.versions()
+        assert [record.version for record in records] == list(range(1, expected + 1))
+        assert [record.step for record in records] == list(range(1, expected + 1))
+        assert bits(line.load(expected)) == bits(weights)
 
 
 def test_serve_refuses_to_run_outside_the_main_thread(root, runtime_dir):

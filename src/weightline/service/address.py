@@ -64,6 +64,18 @@ def parse(url: str | Path) -> Address:
     raise InvalidInput(f"{text}: unknown address scheme {scheme!r}", hint=f"give {FORMS}")
 
 
+def folder_of(store: str | Path) -> Path:
+    """The folder of a store that is given as a path or `file:` URL. Raises `InvalidInput` for any other
+    address.
+    """
+    address = parse(store)
+    if address.scheme != "file":
+        raise InvalidInput(
+            f"{store}: not a folder", hint="give the store's folder; connect() takes other addresses"
+        )
+    return address.path
+
+
 def _url_path(text: str, rest: str) -> Path:
     if rest.startswith("//"):
         parts = urlsplit(text)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weightline.errors import InvalidInput, WeightlineError
+from weightline.service.fetching import LEASE_SECONDS
 from weightline.service.presence import OwnerLock
 from weightline.store import Lease, Store
 
 log = logging.getLogger("weightline.cleaner")
 
 LOCK_NAME = "cleaner.lock"
-LEASE_SECONDS = 120.0
 
 
 class Cleaner:

@@ -17,7 +17,7 @@ from weightline.core.commit import CommitRequest
 from weightline.errors import FormatError, InvalidInput, StorageFull, StoreNotFound, Unavailable
 from weightline.service import wire
 from weightline.service.address import Address, check_socket_path, parse
-from weightline.service.direct import DirectLine
+from weightline.service.direct import DirectLine, as_number
 from weightline.service.rpc import Rpc
 from weightline.service.watching import Watching
 from weightline.store import Published, Store, Writer
@@ -132,7 +132,9 @@ class ServedLine(DirectLine):
 
     def record(self, version: int) -> VersionRecord:
         """`Line.record`."""
-        found = self._if_up(lambda: self._call("Record", wire.One(version=version), VersionRecord))
+        found = self._if_up(
+            lambda: self._call("Record", wire.One(version=as_number("version", version)), VersionRecord)
+        )
         return found if found is not None else super().record(version)
 
     def versions(self) -> list[VersionRecord]:
@@ -193,15 +195,25 @@ class ServedLine(DirectLine):
         """
         message = wire.Publish(run=self.run, request=request, client=self._client)
         deadline = time.monotonic() + self._commit_timeout
-        return _until(
-            deadline,
-            self._over,
-            lambda: self._rpc.call("Publish", message, Published, timeout=PUBLISH_SECONDS),
-        )
+        folder = self.root / request.folder
+
+        def publish() -> Published:
+            return self._rpc.call("Publish", message, Published, timeout=PUBLISH_SECONDS)
+
+        # A staging that was swept cannot be published by trying again: the caller has to stage anew.
+        return _until(deadline, self._over, publish, worth=folder.exists)
 
 
-def _until(deadline: float, over: threading.Event, work: Callable[[], _T]) -> _T:
-    """Repeats `work` while it is `Unavailable`, with growing pauses; its last error after `deadline`."""
+def _until(
+    deadline: float,
+    over: threading.Event,
+    work: Callable[[], _T],
+    *,
+    worth: Callable[[], bool] = lambda: True,
+) -> _T:
+    """Repeats `work` while it is `Unavailable` and `worth` it, with growing pauses; its last error after
+    `deadline`.
+    """
     pause = FIRST_PAUSE
     while True:
         try:
@@ -210,6 +222,6 @@ def _until(deadline: float, over: threading.Event, work: Callable[[], _T]) -> _T
             raise
         except Unavailable:
             left = deadline - time.monotonic()
-            if left <= 0 or over.wait(min(pause, left)):
+            if left <= 0 or not worth() or over.wait(min(pause, left)):
                 raise
             pause = min(2 * pause, LONGEST_PAUSE)

@@ -4,6 +4,7 @@ doors.
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
 import time
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from weightline.errors import InvalidInput, Unavailable
+from weightline.service import acks
 from weightline.service.feed import Feed
 from weightline.service.fetching import lease_for, reading_of
 from weightline.service.lane import CommitLane
@@ -68,7 +70,7 @@ class DirectLine:
     ) -> int:
         """`Line.commit`: after every commit that this handle was asked for before."""
         options: dict[str, Any] = {
-            "step": step,
+            "step": None if step is None else as_number("step", step),
             "partial": partial,
             "anchor": anchor,
             "attachments": attachments,
@@ -96,10 +98,12 @@ class DirectLine:
 
     def wait_for_update(self, timeout: float | None = None, after: int | None = None) -> int | None:
         """`Line.wait_for_update`: rung by commits of this handle, found by probing the log for all others."""
-        return self._feed.wait(timeout, after)
+        return self._feed.wait(timeout, None if after is None else as_number("after", after))
 
     def fetch_delta(self, version: int, have: int | None = None) -> Delta:
         """`Line.fetch_delta`."""
+        version = as_number("version", version)
+        have = None if have is None else as_number("have", have)
         with self._held(version, have, full=False):
             return self._store.fetch_delta(version, have)
 
@@ -115,13 +119,13 @@ class DirectLine:
         """`Line.ack`."""
         ack = Ack(
             subscriber=subscriber,
-            version=version,
+            version=as_number("version", version),
             verified=verified,
             at=time.time(),
             pause_ms=pause_ms,
             detail=detail,
         )
-        self._send_ack(ack)
+        self._send_ack(acks.check(ack))
 
     def latest(self) -> int | None:
         """`Line.latest`."""
@@ -130,7 +134,7 @@ class DirectLine:
     def record(self, version: int) -> VersionRecord:
         """`Line.record`."""
         self._store.refresh()
-        return self._store.record(version)
+        return self._store.record(as_number("version", version))
 
     def versions(self) -> list[VersionRecord]:
         """`Line.versions`."""
@@ -140,10 +144,11 @@ class DirectLine:
     def manifest(self, version: int) -> Manifest:
         """`Line.manifest`."""
         self._store.refresh()
-        return self._store.manifest(version)
+        return self._store.manifest(as_number("version", version))
 
     def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
         """`Line.load`."""
+        version = as_number("version", version)
         with self._held(version, None, full=True):
             return self._store.load(version, like=like)
 
@@ -156,7 +161,7 @@ class DirectLine:
         """How far each subscriber has come; "lagging" after `sync_timeout` seconds without the ack."""
         newest = self._store.refresh()
         roll = Roll(sync_timeout=self._sync_timeout)
-        roll.restore(ack for acks in self._store.catalog.acks().values() for ack in acks)
+        roll.restore(acks.noted(self._store))
         return roll.states(newest, lambda v: self._store.record(v).committed_at, now=time.time())
 
     def close(self) -> None:
@@ -188,7 +193,7 @@ class DirectLine:
         return self._store.writer()
 
     def _send_ack(self, ack: Ack) -> None:
-        self._store.ack(ack)
+        acks.note(self._store, ack)
 
     @contextmanager
     def _held(self, version: int, have: int | None, *, full: bool) -> Iterator[None]:
@@ -203,6 +208,18 @@ class DirectLine:
         finally:
             if lease is not None:
                 self._store.release(lease)
+
+
+def as_number(what: str, value: Any) -> int:
+    """A version or step as a plain int; numpy integers are taken, anything else is `InvalidInput` naming
+    `what`.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise InvalidInput(f"{what} is {value!r:.80}", hint="give a whole number") from None
 
 
 COMMIT_OPTIONS = frozenset(

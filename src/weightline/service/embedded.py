@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from weightline.errors import InvalidInput
+from weightline.service import acks
+from weightline.service.address import folder_of
 from weightline.service.cleaner import Cleaner, check_settings
 from weightline.service.direct import DirectLine
+from weightline.service.fetching import LEASE_SECONDS
+from weightline.service.subscribers import Roll
 from weightline.store import Store
 
 if TYPE_CHECKING:
@@ -39,7 +44,7 @@ class CheckpointEngine(DirectLine):
             cleanup_interval=cleanup_interval,
             sync_timeout=sync_timeout,
         )
-        root = Path(storage_path).expanduser().absolute()
+        root = folder_of(storage_path)
         super().__init__(Store.open(root, create=True), sync_timeout=sync_timeout)
         self._cleaner = Cleaner(
             root,
@@ -47,6 +52,7 @@ class CheckpointEngine(DirectLine):
             disk_budget=disk_budget,
             interval=cleanup_interval,
             name="embedded",
+            live=self._live,
         )
         self._state_lock = threading.Lock()
         self._state = "new"
@@ -69,6 +75,11 @@ class CheckpointEngine(DirectLine):
             self._state = "closed"
         super().close()
         self._cleaner.close()
+
+    def _live(self) -> dict[str, int]:
+        roll = Roll(sync_timeout=self._sync_timeout)
+        roll.restore(acks.noted(self._store))
+        return roll.live(now=time.time(), within=LEASE_SECONDS)
 
     def __enter__(self) -> Self:
         return self.start()

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import weightline
 from weightline.errors import ConflictError, FormatError, Unavailable, WeightlineError
-from weightline.service import wire
+from weightline.service import acks, wire
 from weightline.service.feed import POLL_SECONDS
 from weightline.service.fetching import LEASE_SECONDS, lease_for, reading_of
 from weightline.service.subscribers import Roll
@@ -49,8 +49,7 @@ class Host:
     async def open(self) -> None:
         """Read the log and what earlier servers were told."""
         self._newest = await self._ledger(self._store.refresh)
-        acks = await self._ledger(self._store.catalog.acks)
-        self._roll.restore(ack for known in acks.values() for ack in known)
+        self._roll.restore(await self._ledger(self._noted))
 
     def shut(self) -> None:
         """Tell those who watch that this server goes down on purpose."""
@@ -140,7 +139,7 @@ class Host:
         return wire.Empty()
 
     async def ack(self, message: Ack) -> wire.Empty:
-        await self._ledger(partial(self._store.ack, message))
+        await self._ledger(partial(acks.note, self._store, message))
         self._roll.acked(message, now=time.time())
         return wire.Empty()
 
@@ -151,6 +150,8 @@ class Host:
         return wire.Records(records=tuple(await self._ledger(self._store.versions)))
 
     async def subscribers(self, _message: wire.Empty) -> wire.Subscribers:
+        # Those who follow without a server, or did while none was up, ack in the catalogue.
+        self._roll.restore(await self._ledger(self._noted))
         newest = self._newest
         states = self._roll.states(newest, self._committed_at, now=time.time())
         return wire.Subscribers(newest=newest, subscribers=states)
@@ -183,6 +184,9 @@ class Host:
             ttl=LEASE_SECONDS,
         )
         return plan, lease
+
+    def _noted(self) -> list[Ack]:
+        return list(acks.noted(self._store))
 
     def _read_record(self, version: int) -> VersionRecord:
         self._store.refresh()

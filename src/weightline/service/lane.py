@@ -4,6 +4,7 @@ or in the background.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ class CommitLane:
 
     def __init__(self, commit: Commit, *, name: str) -> None:
         self._commit = commit
+        self._pid = os.getpid()
         self._name = name
         self._cond = threading.Condition()
         self._next_ticket = 0
@@ -100,6 +102,11 @@ class CommitLane:
             return self._take_ticket()
 
     def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidInput(
+                f"this handle belongs to process {self._pid}; this is a fork of it",
+                hint="open the store in the child to read; one process commits",
+            )
         if self._closed:
             raise InvalidInput("this handle is closed", hint="open the store again to commit")
         if self._failure is not None:

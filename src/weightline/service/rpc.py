@@ -113,6 +113,8 @@ class Rpc:
             return FormatError(
                 f"{self._address} does not know {method}", hint="client and server are of different releases"
             )
+        if code is codes.RESOURCE_EXHAUSTED:
+            return InvalidInput(f"{method} to {self._address}: {detail}", hint="give less metadata")
         return WeightlineError(
             f"{self._address}: {method} failed: {code.name}: {detail}", hint="see the server's log"
         )

@@ -29,11 +29,12 @@ from weightline.service.address import (
     bracketed,
     check_socket_path,
     default_runtime_dir,
+    folder_of,
     listen_path,
     loopback,
     make_runtime_dir,
 )
-from weightline.service.cleaner import Cleaner
+from weightline.service.cleaner import Cleaner, check_settings
 from weightline.service.host import Host
 from weightline.service.presence import ServerInfo, ServerLock, clear_stale_socket
 from weightline.service.rpc import load_grpc
@@ -73,7 +74,13 @@ def serve(
     `InvalidInput` (an address, a port in use, a socket path too long), `FormatError` for a store of another
     format.
     """
-    root = Path(store).expanduser().absolute()
+    check_settings(
+        max_versions=max_versions,
+        disk_budget=disk_budget,
+        cleanup_interval=cleanup_interval,
+        sync_timeout=sync_timeout,
+    )
+    root = folder_of(store)
     if grpc is not None:
         loopback(grpc, what="--grpc")
     if http is not None:

@@ -26,7 +26,7 @@ class Roll:
         self._known: dict[str, _Known] = {}
 
     def restore(self, acks: Iterable[Ack]) -> None:
-        """Take over what an earlier server had been told."""
+        """Take over what was kept of acks that went another way; known ones change nothing."""
         for ack in acks:
             self.acked(ack, now=ack.at)
 

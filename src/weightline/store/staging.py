@@ -69,7 +69,9 @@ def adopt(folder: Path, disk: Disk) -> None:
     with typed(str(folder)):
         if _owner(folder / OWNER) == owners.this_process():
             return
-        claim = _claim(folder, folder / OWNER)
+        # A server that died between its claim and its name on the folder must not lock the next one out.
+        source = _claimable(folder)
+        claim = _claim(folder, source) if source is not None else None
         if claim is None:
             raise Unavailable(f"staging {folder} is gone", hint="stage and commit again")
         disk.write_new(folder / OWNER, [owners.encode(owners.this_process())])
