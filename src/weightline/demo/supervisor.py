@@ -148,7 +148,7 @@ class Demo:
         addresses = {name: self._url(name) for name in self.board.engines}
         self._probe = Probe(self.children.inbox, self.url, addresses)
         config = self._trainer_config(model)
-        self._start("trainer", "weightline.demo.trainer", "--config", config, threads=_cores())
+        self._start("trainer", "weightline.demo.trainer", "--config", config, threads=self._threads)
         for name, url in addresses.items():
             self._await_ready(name)
             where = ("--engine", f"embedded={url}", "--id", name, "--runtime-dir", runtime / name)
@@ -178,7 +178,9 @@ class Demo:
     def _audit(self, model: Path) -> None:
         self._phase("audit")
         sample = ("--requests", AUDITED_REQUESTS)
-        self._start("audit", "weightline.audit", self.url, model, self.rollouts, *sample, threads=_cores())
+        self._start(
+            "audit", "weightline.audit", self.url, model, self.rollouts, *sample, threads=self._threads
+        )
         self._wait(lambda: "audit" in self._ended, "the replay", timeout=900.0)
         if self.board.audit.outcome is None:
             raise self.children.failure(ChildExit("audit", 0))
@@ -194,6 +196,13 @@ class Demo:
     def rollouts(self) -> Path:
         """The rollout file."""
         return self.places.run / "rollouts.jsonl"
+
+    @property
+    def _threads(self) -> int:
+        """Of the trainer and of the replay. A model as small as the tiny one gains nothing from a second
+        thread, and on busy cores two threads that wait for each other lose a lot.
+        """
+        return 1 if self.model == "tiny" else _cores()
 
     def _port(self, engine: str) -> int:
         return self.ports.numbers[list(self.board.engines).index(engine)]
