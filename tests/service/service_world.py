@@ -29,25 +29,23 @@ if options.pop("no_torch", False):
             if name.partition(".")[0] in ("torch", "transformers"):
                 raise ImportError(f"{name} is blocked in this test")
     sys.meta_path.insert(0, Block())
-kill_at = options.pop("kill_at", None)
+kill_file = options.pop("kill_file", None)
 from weightline.errors import WeightlineError
 from weightline.service import serve
-if kill_at is not None:
-    # Dies by SIGKILL before its durable step `kill_at`, counted from when it is ready.
-    import os, signal
+if kill_file is not None:
+    # While the file is there: dies by SIGKILL before the durable step whose number it holds.
+    import os, pathlib, signal
     from weightline.store.disk import Disk
     steps = 0
-    armed = False
     plain = Disk.__init__
     def on_step(_):
         global steps
-        steps += armed
-        if armed and steps == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if pathlib.Path(kill_file).exists():
+            steps += 1
+            if steps == int(pathlib.Path(kill_file).read_text()):
+                os.kill(os.getpid(), signal.SIGKILL)
     Disk.__init__ = lambda disk, *_: plain(disk, on_step)
 def ready(facts):
-    global armed
-    armed = True
     facts["torch"] = "torch" in sys.modules
     print(json.dumps(facts), flush=True)
 try:

@@ -465,40 +465,36 @@ def test_a_request_that_is_too_large_is_the_callers_error(server):
 
 
 @pytest.mark.faults
-def test_a_server_killed_before_any_durable_step_of_a_publish_loses_and_doubles_nothing(root, runtime_dir):
+def test_a_server_killed_before_any_durable_step_of_a_publish_loses_and_doubles_nothing(
+    root, runtime_dir, tmp_path
+):
+    kill_file = tmp_path / "kill-at"
     weights = model()
-    expected = 0
     deaths = 0
-    with ServerProcess(root, runtime_dir) as first:
-        first.start()
-        first.stop()
-    for step in range(1, 40):
-        with ServerProcess(root, runtime_dir, kill_at=step) as doomed, ThreadPoolExecutor(1) as pool:
-            doomed.start()
+    with ServerProcess(root, runtime_dir, kill_file=str(kill_file)) as server, ThreadPoolExecutor(1) as pool:
+        server.start()
+        for step in range(1, 40):
+            kill_file.write_text(str(step))
+            weights = moved(weights)
             # A new trainer each time, so that the steps of taking an epoch are among those it dies at.
-            with wl.connect(doomed.url) as line:
-                weights = moved(weights)
+            with wl.connect(server.url) as line:
                 committing = pool.submit(line.commit, weights, step=step)
-                died = until(lambda: doomed.process.poll() is not None or committing.done(), "an end")  # noqa: B023
-                died = doomed.process.poll() is not None
-                if died:
+                until(lambda c=committing: server.process.poll() is not None or c.done(), "an end")
+                kill_file.unlink()
+                survived = server.process.poll() is None
+                if not survived:
                     deaths += 1
-                    doomed.kill()
-                    with ServerProcess(root, runtime_dir) as heir:
-                        heir.start()
-                        assert committing.result(60) == expected + 1
-                        heir.stop()
-                else:
-                    assert committing.result(60) == expected + 1
-                expected += 1
-        if not died:
-            break
+                    server.kill()
+                    server.start()
+                assert committing.result(40) == step
+            if survived:
+                break
     assert deaths >= 8
     with wl.connect(str(root)) as line:
         records = line.versions()
-        assert [record.version for record in records] == list(range(1, expected + 1))
-        assert [record.step for record in records] == list(range(1, expected + 1))
-        assert bits(line.load(expected)) == bits(weights)
+        assert [(record.version, record.step) for record in records] == [(n, n) for n in range(1, step + 1)]
+        assert [record.epoch for record in records] == list(range(1, step + 1))
+        assert bits(line.load(step)) == bits(weights)
 
 
 def test_serve_refuses_to_run_outside_the_main_thread(root, runtime_dir):
