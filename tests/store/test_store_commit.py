@@ -127,7 +127,7 @@ def test_the_writer_does_not_alias_the_callers_memory(store: Store, weights: Any
     assert same(store.load(2), weights)
 
 
-# What is offered ----------------------------------------------------------------------------------------------
+# What is offered --------------------------------------------------------------------------------------------
 
 
 def test_all_misfits_are_listed_and_nothing_happens(store: Store, weights: Any) -> None:
@@ -287,7 +287,7 @@ def test_values_that_are_not_finite_are_refused_when_asked(store: Store, dtype: 
     assert writer.commit({"w": array, "i": np.zeros(3, np.uint8)}).version == 2
 
 
-# Identity -----------------------------------------------------------------------------------------------------
+# Identity ---------------------------------------------------------------------------------------------------
 
 
 def test_a_repeated_commit_id_is_the_same_version(store: Store, weights: Any, changed: Any) -> None:
@@ -354,7 +354,7 @@ def test_a_published_version_survives_a_late_abort(store: Store, weights: Any, s
     assert same(store.load(1), weights)
 
 
-# Recovery -----------------------------------------------------------------------------------------------------
+# Recovery ---------------------------------------------------------------------------------------------------
 
 
 def test_recovery_goes_back_and_the_lineage_says_so(
@@ -388,7 +388,7 @@ def test_attachments_may_be_files(store: Store, weights: Any, tmp_path: Path) ->
     assert store.attachments(1)["trainer"].read_bytes() == b"x" * 10_000
 
 
-# The place ----------------------------------------------------------------------------------------------------
+# The place --------------------------------------------------------------------------------------------------
 
 
 def test_a_store_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -54,11 +54,12 @@ class LocalLog:
             ) from error
         return ledger.decode(data, where=str(path))
 
-    def catch_up(self, state: LedgerState) -> LedgerState:
-        """`state` and every entry that follows it without a gap."""
-        while (entry := self.read(state.seq + 1)) is not None:
-            state = state.apply(state.seq + 1, entry)
-        return state
+    def after(self, state: LedgerState) -> LedgerState | None:
+        """`state` and the entry that follows it; None when there is none. Raises `FormatError` for a damaged
+        one.
+        """
+        entry = self.read(state.seq + 1)
+        return None if entry is None else state.apply(state.seq + 1, entry)
 
     def present(self) -> list[int]:
         """Numbers of the entries that are there, ascending."""
