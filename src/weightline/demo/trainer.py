@@ -54,7 +54,7 @@ class TrainerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_tokens: int = 16
     """Most tokens an answer."""
     lr: float = 2e-6
-    micro_batch: int = 8
+    micro_batch: int = 4
     """Answers in one forward and backward pass: what bounds the memory of activations."""
     seed: int = 0
     attachments_every: int = 0
