@@ -42,6 +42,21 @@ def test_it_creates_the_store_says_where_it_listens_and_cleans_up_on_sigterm(roo
             assert serving(root) is None
 
 
+def test_the_default_runtime_dir_is_made_for_this_user_alone_and_goes_with_the_server(
+    root, runtime_dir, monkeypatch
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
+    with ServerProcess(root, runtime_dir) as server:
+        del server.options["runtime_dir"]
+        server.start()
+        assert server.socket.parent.parent == runtime_dir / "weightline"
+        assert server.socket.parent.stat().st_mode & 0o777 == 0o700
+        with wl.connect(server.url) as line:
+            assert line.latest() is None
+        assert server.stop() == (0, "")
+    assert not list((runtime_dir / "weightline").iterdir())
+
+
 def server_socket_left(runtime_dir):
     return list(runtime_dir.iterdir())
 

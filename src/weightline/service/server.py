@@ -108,6 +108,10 @@ def serve(
         asyncio.run(_Serving(host, cleaner, lock, path, folder, grpc, http).run(ready))
     finally:
         lock.release()
+        if runtime_dir is None:
+            # Ours alone, and empty now that the socket is gone; one that the user named stays.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 class _Serving:
