@@ -55,9 +55,7 @@ class LocalLog:
         return ledger.decode(data, where=str(path))
 
     def after(self, state: LedgerState) -> LedgerState | None:
-        """`state` and the entry that follows it; None when there is none. Raises `FormatError` for a damaged
-        one.
-        """
+        """`state` and the entry that follows it; None without one. Raises `FormatError` if it is damaged."""
         entry = self.read(state.seq + 1)
         return None if entry is None else state.apply(state.seq + 1, entry)
 
