@@ -389,6 +389,55 @@ def test_follow_in_a_process_ends_cleanly_on_sigterm(engine, line, model, tmp_pa
     assert not engine.paused()
 
 
+@pytest.mark.faults
+def test_follow_over_a_server_and_past_its_death(engine, model, tmp_path):
+    from weightline.service import connect
+
+    store, listen, runtime = tmp_path / "store", f"unix:{tmp_path}/wl.sock", tmp_path / "runtime"
+    serve = [sys.executable, "-m", "weightline", "serve", str(store), "--listen", listen, "--json"]
+    weights = weights_of(model)
+    events, stop = [], threading.Event()
+
+    def up():
+        server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        assert '"ready"' in server.stdout.readline()
+        server.stdout.close()
+        return server
+
+    def down(server):
+        server.kill()
+        server.wait(timeout=20)
+
+    server = up()
+    url = f"unix://{tmp_path}/wl.sock"
+    trainer = connect(url)
+    trainer.commit(weights)
+    thread = threading.Thread(
+        target=follow,
+        args=(url, engine.name),
+        kwargs={"id": "served", "runtime_dir": runtime, "on_event": events.append, "stop": stop},
+    )
+    thread.start()
+    try:
+        until(lambda: trainer.record(1).acks, what="the first ack")
+        down(server)
+        assert engine.greedy([1, 2], 4)["weight_versions"][0]["version"] == engine.label()
+        server = up()
+        weights = nudged(weights, 1)
+        version = trainer.commit(weights)
+        ack = until(lambda: trainer.record(version).acks, timeout=60, what=f"an ack; {events}")[0]
+        assert (ack.subscriber, ack.verified) == ("served", "live")
+        assert serves(engine, weights)
+    finally:
+        stop.set()
+        thread.join(timeout=30)
+        trainer.close()
+        down(server)
+    assert not thread.is_alive()
+    assert list(runtime.iterdir()) == []
+
+
 def test_what_follow_refuses(tmp_path, line):
     with pytest.raises(InvalidInput, match="engine kind 'vllm' has no adapter") as error:
         follow(str(line.root), "vllm=http://127.0.0.1:1", id="x")
