@@ -151,7 +151,7 @@ def test_a_commit_waits_for_a_server_that_is_away(server):
 
 
 def test_a_commit_gives_up_after_its_time_and_can_be_repeated(server):
-    with wl.connect(server.url, commit_timeout=0.2) as line:
+    with wl.connect(server.url, commit_timeout=1.5) as line:
         line.commit(model())
         server.kill()
         second = moved(model())

@@ -22,7 +22,7 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 100),
     ("grpc.enable_http_proxy", 0),
 ]
 
