@@ -20,7 +20,7 @@ from service_world import ServerProcess, bits, model, moved, until
 
 import weightline as wl
 from weightline.errors import FormatError, InvalidInput, Unavailable, WriterFenced
-from weightline.service import serving
+from weightline.service import feed, serving
 from weightline.service.address import parse
 from weightline.service.rpc import Rpc
 from weightline.service.wire import Hello, Welcome
@@ -214,6 +214,18 @@ def test_a_version_that_another_process_commits_wakes_those_who_watch(server, ro
             out, _ = process.communicate("go\n", timeout=30)
             assert int(out) == expected
             assert waiting.result(30) == expected
+
+
+@pytest.mark.parametrize("through", ["server", "folder"])
+def test_the_server_rings_so_that_nobody_has_to_poll(server, root, monkeypatch, through):
+    monkeypatch.setattr(feed, "SLOW_POLL_SECONDS", 3600.0)
+    url = server.url if through == "server" else str(root)
+    with wl.connect(server.url) as line, wl.connect(url) as trainer, ThreadPoolExecutor(1) as pool:
+        line.wait_for_update(timeout=0)
+        until(lambda: line.connected, "the watch stream")
+        waiting = pool.submit(line.wait_for_update, 30)
+        trainer.commit(model())
+        assert waiting.result(15) == 1
 
 
 def test_a_subscriber_that_lags_behind_is_named(root, runtime_dir):
