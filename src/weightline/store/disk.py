@@ -113,7 +113,9 @@ class Disk:
             try:
                 os.link(draft, path)
             except FileExistsError:
-                return False
+                # Over NFS a link whose answer got lost is sent again, and then meets itself.
+                if not _same(draft, path):
+                    return False
             self.fsync_folder(path.parent)
             return True
         finally:
@@ -141,6 +143,13 @@ class Disk:
 
     def _draft(self, path: Path) -> Path:
         return path.with_name(f".draft-{uuid.uuid4().hex}")
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except FileNotFoundError:
+        return False
 
 
 def sha256_of(path: Path) -> str:
