@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("s3_fixtures",)
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from s3_world import CONTAINER, FaultProxy
+from weightline.store.object import ObjectPlace
+from weightline.store.object_cache import BlobCache
+from weightline.store.object_url import ObjectUrl
 from weightline.store.place import Place
 from weightline.store.place_local import LocalPlace
 from weightline.store.place_memory import MemoryPlace
 
-PLACES = ("local", "memory")
+PLACES = ("local", "memory", "s3")
+
+
+@pytest.fixture
+def object_place(s3: FaultProxy, tmp_path: Path) -> Callable[..., ObjectPlace]:
+    """`object_place(prefix, **options)`: a handle on the S3 server, through the proxy."""
+
+    def make(prefix: str | None = None, host: str = "host", **options: object) -> ObjectPlace:
+        url = ObjectUrl(CONTAINER, prefix or uuid.uuid4().hex, s3.endpoint)
+        return ObjectPlace(url, BlobCache(tmp_path / host), pause=lambda _: None, **options)  # type: ignore[arg-type]
+
+    return make
 
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "local":
         yield LocalPlace(tmp_path / "root")
-    else:
+    elif request.param == "memory":
         yield MemoryPlace("test", tmp_path / "files")
+    else:
+        yield request.getfixturevalue("object_place")()

@@ -1,0 +1,282 @@
+"""A place in an S3-compatible store, through obstore.
+
+The one write that two may race on goes out with `If-None-Match: *` and without retries below us. What comes
+back is 200 (`created`), 412 or 409, or nothing at all. A 409 only says that somebody else is writing, so it
+is looked into; an answer that does not come is `lost`, unless a look shows that nothing is there, and then
+the same bytes may be sent again: should the first request arrive late, the second is refused, and the write
+id in the object says whose it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightline.errors import InvalidInput, Unavailable
+from weightline.store.object_cache import BlobCache
+from weightline.store.object_url import ObjectUrl
+from weightline.store.place import (
+    LAST,
+    Listed,
+    Missing,
+    Outcome,
+    below,
+    check_key,
+    files_of,
+    hidden,
+    missing,
+    probe,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+logger = logging.getLogger(__name__)
+
+PART_NBYTES = 8 << 20
+"""Size of the parts of a large upload, and of the pieces of a download."""
+PARTS_AT_ONCE = 4
+"""Bounds the memory of an upload to PART_NBYTES times this."""
+_TRIES = 4
+_FIRST_PAUSE_S = 0.05
+
+
+class ObjectPlace:
+    """See `Place`. `pause` sleeps between our own tries; `retries` are those below us, of the other verbs."""
+
+    def __init__(
+        self,
+        url: ObjectUrl,
+        cache: BlobCache,
+        *,
+        timeout: float = 30.0,
+        retries: int = 6,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._url = url
+        self._cache = cache
+        self._pause = pause
+        self._store = _open(url, timeout=timeout, retries=retries)
+        self._once = _open(url, timeout=timeout, retries=0)
+
+    @property
+    def url(self) -> str:
+        return str(self._url)
+
+    def put_if_absent(self, key: str, data: bytes) -> Outcome:
+        check_key(key)
+        data = bytes(data)
+        for attempt in range(_TRIES):
+            if attempt:
+                self._pause(_FIRST_PAUSE_S * 2**attempt)
+            outcome = self._create_once(key, data)
+            if outcome != "lost":
+                return outcome
+            try:
+                there = self._look(key)
+            except Unavailable:
+                return "lost"
+            if there is not None:
+                # Ours or a twin's: nobody can tell from the bytes alone.
+                return "lost" if there == data else "exists"
+        return "lost"
+
+    def put(self, key: str, data: bytes) -> None:
+        import obstore
+
+        check_key(key)
+        with self._typed(f"write {key}"):
+            obstore.put(self._store, key, bytes(data), mode="overwrite", use_multipart=False)
+
+    def read(self, key: str) -> bytes:
+        import obstore
+
+        with self._typed(f"read {check_key(key)}", key):
+            return bytes(obstore.get(self._store, key).bytes())
+
+    def size(self, key: str) -> int | None:
+        import obstore
+
+        try:
+            with self._typed(f"look at {check_key(key)}", key):
+                return int(obstore.head(self._store, key)["size"])
+        except Missing:
+            return None
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[Listed]:
+        import obstore
+
+        start = below(prefix)
+        found = []
+        with self._typed(f"list {prefix or 'everything'}"):
+            for chunk in obstore.list(self._store, prefix or None, offset=after or None, chunk_size=1000):
+                found += [Listed(str(item["path"]), int(item["size"])) for item in chunk]
+        return iter(
+            sorted(i for i in found if i.key.startswith(start) and i.key > after and not hidden(i.key))
+        )
+
+    def delete(self, key: str) -> None:
+        import obstore
+
+        with contextlib.suppress(Missing), self._typed(f"delete {check_key(key)}", key):
+            obstore.delete(self._store, key)
+
+    def delete_folder(self, prefix: str) -> None:
+        self.delete(f"{prefix}/{LAST}")
+        for item in self.list(prefix):
+            self.delete(item.key)
+
+    def upload(self, prefix: str, folder: Path) -> None:
+        for name, path in files_of(folder):
+            self._upload(f"{prefix}/{name}", path)
+
+    def file(self, key: str, *, nbytes: int, sha256: str) -> Path:
+        check_key(key)
+        return self._cache.get(f"{key} in {self.url}", nbytes, sha256, lambda: self._pieces(key))
+
+    def probe(self) -> None:
+        probe(self)
+
+    def _create_once(self, key: str, data: bytes) -> Outcome:
+        import obstore
+        from obstore import exceptions
+
+        try:
+            with self._typed(f"create {key}"):
+                obstore.put(self._once, key, data, mode="create")
+        except Unavailable as error:
+            # 412 and 409 look alike here; what is there tells them apart.
+            if isinstance(error.__cause__, exceptions.AlreadyExistsError | exceptions.PreconditionError):
+                return "exists" if self.size(key) is not None else "lost"
+            logger.warning("no answer from creating %s in %s: %s", key, self.url, error)
+            return "lost"
+        return "created"
+
+    def _look(self, key: str) -> bytes | None:
+        try:
+            return self.read(key)
+        except Missing:
+            return None
+
+    def _upload(self, key: str, path: Path) -> None:
+        import obstore
+
+        nbytes = path.stat().st_size
+        for attempt in range(_TRIES):
+            large = nbytes > PART_NBYTES
+            try:
+                with self._typed(f"write {key}"):
+                    obstore.put(
+                        self._store,
+                        check_key(key),
+                        path if large else path.read_bytes(),
+                        mode="overwrite",
+                        use_multipart=large,
+                        chunk_size=PART_NBYTES,
+                        max_concurrency=PARTS_AT_ONCE,
+                    )
+                if self.size(key) == nbytes:
+                    return
+                raise Unavailable(
+                    f"{key} in {self.url} has not the {nbytes} bytes that were sent", hint="repeat the call"
+                )
+            except Unavailable as error:
+                # A finish of a multipart upload whose answer was lost cannot be sent again; the upload can.
+                if attempt == _TRIES - 1:
+                    raise
+                logger.warning("%s is sent again: %s", key, error)
+                self._pause(_FIRST_PAUSE_S * 2**attempt)
+
+    def _pieces(self, key: str) -> Iterable[Any]:
+        """The bytes of an object; goes on where a connection broke off."""
+        import obstore
+
+        at, tries = 0, 0
+        with self._typed(f"read {key}", key):
+            size = int(obstore.head(self._store, key)["size"])
+        while at < size:
+            end = min(size, at + PART_NBYTES)
+            try:
+                with self._typed(f"read {key}", key):
+                    piece = bytes(obstore.get_range(self._store, key, start=at, end=end))
+            except Unavailable:
+                tries += 1
+                if tries == _TRIES:
+                    raise
+                self._pause(_FIRST_PAUSE_S * 2**tries)
+                continue
+            yield piece
+            at, tries = at + len(piece), 0
+
+    @contextmanager
+    def _typed(self, what: str, key: str | None = None) -> Iterator[None]:
+        """Turns what obstore raises into typed errors: `Missing` for `key`, `InvalidInput`, `Unavailable`."""
+        from obstore import exceptions
+
+        try:
+            yield
+        except FileNotFoundError as error:
+            if key is not None:
+                raise missing(self.url, key) from None
+            raise InvalidInput(
+                f"cannot {what}: there is no {self._url.container!r} at {self.url}", hint="create it first"
+            ) from error
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise InvalidInput(
+                f"cannot {what}: {self.url} refuses these credentials ({_short(error)})",
+                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role, for this store",
+            ) from error
+        except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
+            raise InvalidInput(
+                f"cannot {what} in {self.url}: {_short(error)}", hint="use another name"
+            ) from error
+        except (exceptions.BaseError, OSError) as error:
+            raise Unavailable(
+                f"cannot {what} in {self.url}: {_short(error)}",
+                hint="check the endpoint and the network, then repeat the call",
+            ) from error
+
+
+def _open(url: ObjectUrl, *, timeout: float, retries: int) -> S3Store:
+    try:
+        from obstore.store import S3Store
+    except ImportError as error:
+        raise InvalidInput(
+            f"{url} needs the package obstore", hint="install it with: pip install 'weightline[s3]'"
+        ) from error
+    options: dict[str, Any] = {} if url.endpoint is None else {"endpoint": url.endpoint}
+    return S3Store(
+        url.container,
+        prefix=url.prefix or None,
+        region=url.region,
+        virtual_hosted_style_request=False,
+        conditional_put="etag",
+        disable_bulk_delete=True,
+        client_options={
+            "allow_http": (url.endpoint or "").startswith("http:"),
+            "timeout": timedelta(seconds=timeout),
+            "connect_timeout": timedelta(seconds=min(5.0, timeout)),
+        },
+        retry_config={
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=4 * timeout),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=50),
+                "max_backoff": timedelta(seconds=2),
+                "base": 2,
+            },
+        },
+        **options,
+    )
+
+
+def _short(error: BaseException) -> str:
+    """The first line of what obstore says; it adds a debug form below."""
+    text = (str(error).splitlines() or [""])[0]
+    return text if len(text) <= 300 else f"{text[:300]}…"
