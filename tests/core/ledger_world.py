@@ -15,6 +15,7 @@ from weightline.core.ledger import (
     FenceEntry,
     LedgerState,
     RetireEntry,
+    ThinEntry,
     VersionEntry,
     YankEntry,
     decode,
@@ -128,6 +129,20 @@ class World:
         writer.todo = writer.machine.start()
         return self.do_go(name)
 
+    def do_thin(self, name: str, *versions: str, form: str = "anchor") -> list[str]:
+        writer = self.writers[name]
+        wanted = tuple(map(int, versions))
+        writer.machine = machines.thin(
+            writer.state,
+            wanted,
+            form=form,
+            write_id=f"{name}.t",
+            at=0,
+            reason="room",  # type: ignore[arg-type]
+        )
+        writer.todo = writer.machine.start()
+        return self.do_go(name)
+
     def do_refresh(self, name: str) -> list[str]:
         self.writers[name].state = self.state()
         return []
@@ -135,6 +150,8 @@ class World:
     def do_step(self, name: str, outcome: str = "answer") -> list[str]:
         """Perform the next effect. `lose`: its answer gets lost. `drop`: it never happens."""
         writer = self.writers[name]
+        if ended := self._finish(writer):
+            return ended
         effect = writer.todo.pop(0)
         event: machines.Event | None = None
         match effect:
@@ -208,7 +225,11 @@ class World:
 
     def do_state(self) -> list[str]:
         state = self.state()
-        sets = {k: sorted(getattr(state, k)) for k in ("retired", "yanked", "abandoned") if getattr(state, k)}
+        sets = {
+            k: sorted(getattr(state, k))
+            for k in ("retired", "thinned", "detached", "yanked", "abandoned")
+            if getattr(state, k)
+        }
         return [f"seq={state.seq} epoch={state.epoch} versions={len(state)}"] + [
             f"{name} {values}" for name, values in sets.items()
         ]
@@ -224,7 +245,8 @@ class World:
         bounds = {name: int(value) for name, value in options.items()}
         decision = decide(self.state(), pinned=pinned, leased=leased, **bounds)  # type: ignore[arg-type]
         out = [
-            f"{'keep' if e.keep else 'RETIRE'} {e.version} ({e.nbytes}): {e.why}" for e in decision.explained
+            f"{'keep' if e.action == 'keep' else e.action.upper()} {e.version} ({e.nbytes}): {e.why}"
+            for e in decision.explained
         ]
         wanted = ", anchor wanted" if decision.anchor_wanted else ""
         return [*out, f"kept {decision.kept_nbytes} bytes, freed {decision.freed_nbytes}{wanted}"]
@@ -245,6 +267,8 @@ def show_entry(entry: Entry) -> str:
             return f"{head} epoch={entry.epoch} {entry.stored} label={entry.label}"
         case RetireEntry():
             return f"retire {list(entry.versions)}"
+        case ThinEntry():
+            return f"thin {list(entry.versions)} {entry.form}"
         case YankEntry():
             return f"yank {entry.version}"
         case AbandonEntry():

@@ -71,6 +71,7 @@ def test_a_trainer_killed_at_any_durable_step_leaves_old_or_new(
         root = tmp_path / f"kill-{kill_at}"
         if committed:
             shutil.copytree(base, root)
+            Store.open(root).adopt_copy()
         status = _fork(root, committed + 1, kill_at)
         assert status in (0, signal.SIGKILL)
         store = Store.open(root, create=True)

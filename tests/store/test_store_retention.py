@@ -36,19 +36,19 @@ def _there(store: Store) -> list[int]:
 def test_what_goes_is_announced_then_deleted_after_the_grace_period(
     six: Store, clock: Any, weights: Any, changed: Any, same: Any
 ) -> None:
-    report = six.collect(max_versions=2, grace=60)
-    assert (report.retired, report.deleted) == ((1, 2), ())
+    report = six.collect(max_versions=1, grace=60)
+    assert (report.retired, report.deleted) == ((1, 2, 3, 4), ())
     assert _there(six) == [1, 2, 3, 4, 5, 6]
     with pytest.raises(VersionGone):
         six.load(2)
     clock.now += 59
-    assert six.collect(max_versions=2, grace=60).deleted == ()
+    assert six.collect(max_versions=1, grace=60).deleted == ()
     clock.now += 2
-    assert six.collect(max_versions=2, grace=60).deleted == (1, 2)
-    assert _there(six) == [3, 4, 5, 6]
-    for version in (3, 4, 5, 6):
+    assert six.collect(max_versions=1, grace=60).deleted == (1, 2, 3, 4)
+    assert _there(six) == [5, 6]
+    for version in (5, 6):
         assert same(six.load(version), changed(weights, version, seed=version))
-    assert [r.version for r in six.versions() if r.retired] == [1, 2]
+    assert [r.version for r in six.versions() if r.retired] == [1, 2, 3, 4]
     assert six.verify(deep=True).ok
     # Its number is never free again.
     assert six.writer().commit(weights).version == 7
@@ -65,10 +65,73 @@ def test_every_decision_is_explained(six: Store) -> None:
     assert all(e.why for e in report.decision.explained)
 
 
-def test_a_disk_budget_lets_the_oldest_go(six: Store) -> None:
+def test_a_disk_budget_lets_an_anchor_go_before_a_version(
+    six: Store, same: Any, weights: Any, changed: Any
+) -> None:
     sizes = {r.version: r.nbytes for r in six.versions()}
-    assert six.collect(disk_budget=sum(sizes.values()), grace=0).retired == ()
-    assert six.collect(disk_budget=sum(sizes.values()) - 1, grace=0).retired == (1, 2)
+    assert six.collect(disk_budget=sum(sizes.values()), grace=0).thinned == ()
+    report = six.collect(disk_budget=sum(sizes.values()) - 1, grace=0)
+    assert (report.retired, report.thinned) == ((), (3,))
+    assert not (six.root / six.record(3).folder / "model.safetensors").exists()
+    fresh = Store.open(six.root)
+    for version in range(1, 7):
+        assert same(fresh.load(version), changed(weights, version, seed=version))
+    assert fresh.verify(deep=True).ok
+    assert six.collect(disk_budget=sizes[5] + sizes[6], grace=0).retired == (1, 2, 3, 4)
+
+
+def test_a_reader_whose_anchor_goes_meanwhile_takes_the_way_that_is_left(
+    six: Store, same: Any, weights: Any, changed: Any
+) -> None:
+    reader = Store.open(six.root)
+    six.thin((3,), "anchor", "room")
+    (six.root / six.record(3).folder / "model.safetensors").unlink()
+    assert same(reader.load(4), changed(weights, 4, seed=4))
+
+
+def test_attachments_count_and_go_before_versions(store: Store, weights: Any) -> None:
+    writer = store.writer()
+    for k in (1, 2, 3):
+        writer.commit(weights, attachments={"opt": bytes([k]) * 100_000})
+    held = sum(r.nbytes for r in store.versions())
+    report = store.collect(disk_budget=held + 250_000, grace=0)
+    assert (report.retired, report.decision.detach) == ((), (1,))
+    with pytest.raises(VersionGone, match="attachments of version 1"):
+        store.attachments(1)
+    assert store.recover().version == 3
+    assert store.verify(deep=True).ok
+    # What recover() gives stays, whatever the bounds.
+    assert store.collect(disk_budget=1, grace=0).decision.detach == (2,)
+    assert store.recover().attachments["opt"].read_bytes() == b"\3" * 100_000
+
+
+def test_an_anchor_that_retention_waits_for_is_made_by_the_next_commit(
+    store: Store, weights: Any, changed: Any
+) -> None:
+    writer = store.writer()
+    for k in range(1, 5):
+        writer.commit(changed(weights, k, seed=k))
+    budget = sum(r.nbytes for r in store.versions()) - 1
+    assert store.explain_retention(disk_budget=budget).anchor_wanted
+    store.collect(disk_budget=budget, grace=0)
+    assert writer.commit(weights).kind == "anchor"
+    assert writer.commit(changed(weights, 9)).kind == "delta"
+    assert store.collect(disk_budget=budget, grace=0).deleted == (1, 2, 3, 4)
+
+
+def test_an_unchanged_attachment_takes_no_room_and_outlives_the_older_version(
+    store: Store, weights: Any
+) -> None:
+    writer = store.writer()
+    data = {"opt": b"o" * 50_000, "rng": b"1"}
+    writer.commit(weights, attachments=data)
+    writer.commit(weights, attachments=data | {"rng": b"2"}, anchor=True)
+    old, new = store.attachments(1), store.attachments(2)
+    assert os.path.samefile(old["opt"], new["opt"])
+    assert not os.path.samefile(old["rng"], new["rng"])
+    assert store.collect(max_versions=1, grace=0).deleted == (1,)
+    assert store.recover().attachments["opt"].read_bytes() == data["opt"]
+    assert store.verify(deep=True).ok
 
 
 def test_pins_and_leases_keep_a_version_and_its_chain(six: Store, clock: Any) -> None:
@@ -133,11 +196,11 @@ def test_a_deletion_that_fails_is_tried_again(six: Store, monkeypatch: pytest.Mo
         raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", fail)
-    report = six.collect(max_versions=2, grace=0)
+    report = six.collect(max_versions=1, grace=0)
     assert report.deleted == ()
-    assert len(report.failed) == 2
+    assert len(report.failed) == 4
     monkeypatch.setattr(shutil, "rmtree", real)
-    assert six.collect(max_versions=2, grace=0).deleted == (1, 2)
+    assert six.collect(max_versions=1, grace=0).deleted == (1, 2, 3, 4)
 
 
 def test_a_yanked_version_says_so(six: Store) -> None:

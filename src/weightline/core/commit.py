@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -21,9 +21,11 @@ from weightline.core.ledger import (
     FenceEntry,
     LedgerState,
     RetireEntry,
+    ThinEntry,
     VersionEntry,
     YankEntry,
 )
+from weightline.core.plan import chain
 from weightline.errors import ConflictError, InvalidInput, Unavailable, WeightlineError, WriterFenced
 from weightline.types import VersionKind
 
@@ -207,6 +209,7 @@ class CommitRequest(Struct, frozen=True, kw_only=True):
     elements: int
     weights_digest: str
     attachments: tuple[str, ...] = ()
+    attachment_nbytes: int = 0
     metadata: dict[str, Any] = {}
 
 
@@ -321,6 +324,7 @@ class _Commit:
             elements=request.elements,
             weights_digest=request.weights_digest,
             attachments=request.attachments,
+            attachment_nbytes=request.attachment_nbytes,
             metadata=request.metadata,
         )
 
@@ -341,13 +345,48 @@ def commit(state: LedgerState, request: CommitRequest) -> Machine:
 def retire(
     state: LedgerState, versions: tuple[int, ...], *, write_id: str, at: float, reason: str
 ) -> Machine:
-    """The machine that announces the deletion of the blobs of `versions`, but for those already retired."""
+    """The machine that announces the deletion of the blobs of `versions`, but for those already retired and
+    for what the newest rests on (it may be so only since the caller decided).
+    """
 
     announced: list[RetireEntry] = []
 
     def decide(state: LedgerState) -> Decision:
-        left = tuple(v for v in versions if v not in state.retired)
+        needed = chain(state, len(state)) if len(state) else []
+        left = tuple(v for v in versions if v not in state.retired and v not in needed)
         entry = RetireEntry(write_id=write_id, epoch=state.epoch, at=at, versions=left, reason=reason)
+        if left:
+            announced[:] = [entry]
+            return entry
+        return Done(state.seq, announced[0] if announced else entry, state.epoch, repeated=not announced)
+
+    return Machine(state, decide)
+
+
+def thin(
+    state: LedgerState,
+    versions: tuple[int, ...],
+    *,
+    form: Literal["anchor", "attachments"],
+    write_id: str,
+    at: float,
+    reason: str,
+) -> Machine:
+    """The machine that announces the deletion of the anchors, or attachments, of versions that stay.
+
+    Left out: what is retired meanwhile, and anchors without a base to rebuild their version from.
+    """
+    announced: list[ThinEntry] = []
+
+    def decide(state: LedgerState) -> Decision:
+        done = state.thinned if form == "anchor" else state.detached
+        left = tuple(v for v in versions if v not in done and v not in state.retired)
+        if form == "anchor":
+            bases = {v: state.version(v).base for v in left}
+            left = tuple(v for v, base in bases.items() if base is not None and base not in state.retired)
+        entry = ThinEntry(
+            write_id=write_id, epoch=state.epoch, at=at, versions=left, form=form, reason=reason
+        )
         if left:
             announced[:] = [entry]
             return entry

@@ -7,16 +7,18 @@ same state. Nothing here reads a clock or a disk. How entries get into the log i
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
+from weightline.core.seal import seal, unseal
 from weightline.errors import FormatError, VersionNotFound
 from weightline.types import VersionKind
 
-FORMAT = 0
-"""Format of the log and of everything it names; thrown away or migrated when it changes."""
+FORMAT = 1
+"""Format of the log and of everything it names (`docs/format.md`)."""
 
 
 class _Entry(Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
@@ -54,6 +56,8 @@ class VersionEntry(_Entry, frozen=True, kw_only=True, tag="version"):
     elements: int
     weights_digest: str
     attachments: tuple[str, ...] = ()
+    attachment_nbytes: int = 0
+    """Bytes of the attachments together."""
     metadata: dict[str, Any] = {}
 
 
@@ -71,6 +75,16 @@ class RetireEntry(_Entry, frozen=True, kw_only=True, tag="retire"):
     reason: str
 
 
+class ThinEntry(_Entry, frozen=True, kw_only=True, tag="thin"):
+    """These versions stay, but their `form` is about to be deleted: an anchor that has a delta beside it, or
+    attachments.
+    """
+
+    versions: tuple[int, ...]
+    form: Literal["anchor", "attachments"]
+    reason: str
+
+
 class YankEntry(_Entry, frozen=True, kw_only=True, tag="yank"):
     """No engine should serve this version."""
 
@@ -84,25 +98,27 @@ class AbandonEntry(_Entry, frozen=True, kw_only=True, tag="abandon"):
     versions: tuple[int, ...]
 
 
-Entry = VersionEntry | FenceEntry | RetireEntry | YankEntry | AbandonEntry
+Entry = VersionEntry | FenceEntry | RetireEntry | ThinEntry | YankEntry | AbandonEntry
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 def encode(entry: Entry) -> bytes:
-    """The entry as it lies in the log: one line of JSON."""
-    return _ENCODER.encode(entry) + b"\n"
+    """The entry as it lies in the log: one line of JSON, sealed."""
+    return seal(_ENCODER.encode(entry)) + b"\n"
 
 
 def decode(data: bytes, *, where: str = "log entry") -> Entry:
     """The inverse of `encode`. Raises `FormatError` naming `where` for anything else (a torn entry, say)."""
+    hint = "run `weightline verify`; entries are never rewritten, so restore this file from a copy"
+    body = unseal(data, where=where, hint=hint)
     try:
-        return _DECODER.decode(data)
+        return _DECODER.decode(body)
     except msgspec.DecodeError as error:
         raise FormatError(
             f"{where} is not an entry of format {FORMAT}: {error}",
-            hint="run `weightline verify`; entries are never rewritten, so restore this file from a copy",
+            hint=hint,
         ) from None
 
 
@@ -141,11 +157,13 @@ class LedgerState:
         "_count",
         "_index",
         "abandoned",
+        "detached",
         "epoch",
         "fence_write_id",
         "retired",
         "run",
         "seq",
+        "thinned",
         "yanked",
     )
 
@@ -158,7 +176,11 @@ class LedgerState:
         self.fence_write_id = ""
         """Write id of the fence that began `epoch`."""
         self.retired: dict[int, float] = {}
-        """version -> when its retirement was announced. Never changed in place."""
+        """version -> when its retirement was announced. Never changed once a caller holds the state."""
+        self.thinned: dict[int, float] = {}
+        """version -> when it was announced that its anchor goes and its delta stays."""
+        self.detached: dict[int, float] = {}
+        """version -> when it was announced that its attachments go."""
         self.yanked: frozenset[int] = frozenset()
         self.abandoned: frozenset[int] = frozenset()
         self._index = _Index()
@@ -237,27 +259,54 @@ class LedgerState:
         """The state after entry `seq`. Raises `FormatError` for one that no correct writer could have put
         there.
         """
+        state = self._copy()
+        state._take(seq, entry)
+        return state
+
+    def extended(self, entries: Iterable[tuple[int, Entry]]) -> LedgerState:
+        """`apply` of many at once: takes the time of the entries alone, however many versions are retired."""
+        state = self._copy()
+        for seq, entry in entries:
+            state._take(seq, entry)
+        return state
+
+    def holds_anchor(self, version: int) -> bool:
+        """Are the whole weights of `version` stored, and not let go since?"""
+        return self.version(version).stored == "anchor" and version not in self.thinned
+
+    def _take(self, seq: int, entry: Entry) -> None:
         if seq != self.seq + 1:
             raise _impossible(seq, f"it does not follow entry {self.seq}")
-        state = self._copy(seq)
         match entry:
             case FenceEntry():
                 if entry.epoch != self.epoch + 1:
                     raise _impossible(seq, f"it begins epoch {entry.epoch} after epoch {self.epoch}")
-                state.epoch, state.fence_write_id = entry.epoch, entry.write_id
+                self.epoch, self.fence_write_id = entry.epoch, entry.write_id
             case VersionEntry():
                 self._check_version(seq, entry)
-                state._append(seq, entry)
+                self._append(seq, entry)
             case RetireEntry():
                 self._check_known(seq, entry.versions)
-                state.retired = {**self.retired, **dict.fromkeys(entry.versions, entry.at)}
+                self.retired.update(dict.fromkeys(entry.versions, entry.at))
+            case ThinEntry():
+                self._check_known(seq, entry.versions)
+                self._thin(seq, entry)
             case YankEntry():
                 self._check_known(seq, (entry.version,))
-                state.yanked = self.yanked | {entry.version}
+                self.yanked = self.yanked | {entry.version}
             case AbandonEntry():
                 self._check_known(seq, entry.versions)
-                state.abandoned = self.abandoned | frozenset(entry.versions)
-        return state
+                self.abandoned = self.abandoned | frozenset(entry.versions)
+        self.seq = seq
+
+    def _thin(self, seq: int, entry: ThinEntry) -> None:
+        if entry.form == "attachments":
+            self.detached.update(dict.fromkeys(entry.versions, entry.at))
+            return
+        for version in entry.versions:
+            if self.version(version).base is None:
+                raise _impossible(seq, f"it lets go of the anchor of version {version}, which has no base")
+        self.thinned.update(dict.fromkeys(entry.versions, entry.at))
 
     def _check_version(self, seq: int, entry: VersionEntry) -> None:
         if entry.epoch != self.epoch:
@@ -288,15 +337,13 @@ class LedgerState:
             self.abandoned = self.abandoned - {at}
             at = self.parent(at)
 
-    def _copy(self, seq: int) -> LedgerState:
+    def _copy(self) -> LedgerState:
         state = LedgerState.__new__(LedgerState)
-        state.run, state.seq, state.epoch, state.fence_write_id = (
-            self.run,
-            seq,
-            self.epoch,
-            self.fence_write_id,
-        )
-        state.retired, state.yanked, state.abandoned = self.retired, self.yanked, self.abandoned
+        state.run, state.seq, state.epoch = self.run, self.seq, self.epoch
+        state.fence_write_id = self.fence_write_id
+        state.retired, state.thinned = dict(self.retired), dict(self.thinned)
+        state.detached = dict(self.detached)
+        state.yanked, state.abandoned = self.yanked, self.abandoned
         state._index, state._count = self._index, self._count
         return state
 

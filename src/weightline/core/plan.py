@@ -58,7 +58,7 @@ def plan(state: LedgerState, have: int | None, want: int, *, gone: Collection[in
         entry = state.version(at)
         if at in gone:
             break
-        if entry.stored == "anchor":
+        if state.holds_anchor(at):
             step = PlanStep(at, "anchor", entry.nbytes - entry.delta_nbytes)
             best = _cheaper(best, Plan(have, want, "full", (step, *reversed(steps)), cost + step.nbytes))
         if entry.base is None:
@@ -95,7 +95,7 @@ def forward(state: LedgerState, have: int, want: int) -> tuple[int, ...] | None:
 def chain(state: LedgerState, version: int) -> list[int]:
     """The versions whose blobs rebuild `version`, oldest first: back over bases to the nearest anchor."""
     out, at = [version], version
-    while state.version(at).stored != "anchor":
+    while not state.holds_anchor(at):
         base = state.version(at).base
         if base is None:
             break

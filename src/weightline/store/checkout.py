@@ -55,7 +55,8 @@ def _fill(
     for _ in copy_model_files(disk, model_files_of(reading, state, version), folder):
         pass
     manifest = reading.stored(version)
-    if anchor := [*manifest.named("anchor"), *manifest.named("index")]:
+    if state.holds_anchor(version):
+        anchor = [*manifest.named("anchor"), *manifest.named("index")]
         for blob in anchor:
             disk.copy_new(reading.blob_path(version, blob), folder / blob.name)
         return

@@ -78,6 +78,14 @@ class Disk:
         with source.open("rb") as file:
             return self.write_new(path, iter(lambda: file.read(_COPY), b""))
 
+    def link_instead(self, source: Path, path: Path) -> None:
+        """Make `path`, whose bytes are those of `source`, a second name of that file, where that can be."""
+        draft = self._draft(path)
+        self.on_step(f"link {path.name}")
+        with suppress(OSError):
+            os.link(source, draft)
+            draft.replace(path)
+
     def fsync_file(self, path: Path) -> None:
         """Make the bytes of an existing file durable."""
         self.on_step(f"fsync {path.name}")
@@ -115,6 +123,8 @@ class Disk:
             except FileExistsError:
                 # Over NFS a link whose answer got lost is sent again, and then meets itself.
                 if not _same(draft, path):
+                    # Whoever linked it may not have lived to make the name durable.
+                    self.fsync_folder(path.parent)
                     return False
             self.fsync_folder(path.parent)
             return True

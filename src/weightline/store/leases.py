@@ -7,15 +7,20 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Collection
-from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from weightline.errors import InvalidInput
-from weightline.store.disk import Disk, typed
+from weightline.core.seal import seal, unseal
+from weightline.errors import FormatError, InvalidInput
+from weightline.store.place import Missing, Place
 
 logger = logging.getLogger(__name__)
+
+LEASES = "leases"
+PINS = "pins"
+_HINT = "remove it if nobody needs it any more; pin or lease anew"
 
 
 class Lease(Struct, frozen=True):
@@ -35,12 +40,10 @@ class Pin(Struct, frozen=True):
 
 
 class Leases:
-    """`leases/` and `pins/` below a store's root."""
+    """`leases/` and `pins/` of a place."""
 
-    def __init__(self, root: Path, disk: Disk, clock: Callable[[], float]) -> None:
-        self._leases = root / "leases"
-        self._pins = root / "pins"
-        self._disk = disk
+    def __init__(self, place: Place, clock: Callable[[], float]) -> None:
+        self._place = place
         self._clock = clock
 
     def take(self, versions: Collection[int], owner: str, ttl: float) -> Lease:
@@ -48,57 +51,80 @@ class Leases:
         if not ttl > 0:
             raise InvalidInput(f"a lease of {ttl} seconds", hint="give a ttl above 0")
         lease = Lease(uuid.uuid4().hex, tuple(sorted(set(versions))), owner, self._clock() + ttl)
-        self._put(self._leases / f"{lease.id}.json", lease)
+        self._put(f"{LEASES}/{lease.id}.json", lease)
         return lease
 
     def renew(self, lease: Lease, ttl: float) -> Lease:
         """The same lease for `ttl` seconds from now."""
         renewed = Lease(lease.id, lease.versions, lease.owner, self._clock() + ttl)
-        self._put(self._leases / f"{lease.id}.json", renewed)
+        self._put(f"{LEASES}/{lease.id}.json", renewed)
         return renewed
 
     def release(self, lease: Lease) -> None:
         """End a lease; one that is gone already is fine."""
-        (self._leases / f"{lease.id}.json").unlink(missing_ok=True)
+        self._place.delete(f"{LEASES}/{lease.id}.json")
 
     def leased(self) -> dict[int, str]:
         """version -> an owner who leases it now. Expired leases are removed on the way."""
         out: dict[int, str] = {}
         now = self._clock()
-        for path in sorted(self._leases.glob("*.json")):
-            lease = _read(path, Lease)
-            if lease is None:
+        for item in self._place.list(LEASES):
+            if not item.key.endswith(".json"):
+                continue
+            try:
+                lease = self.read(item.key)
+            except Missing:
+                continue
+            except FormatError as error:
+                # Nobody can tell what it protects or for how long; it is left for people to look at.
+                logger.warning("%s; it is ignored", error)
                 continue
             if lease.expires_at <= now:
-                path.unlink(missing_ok=True)
+                self._place.delete(item.key)
                 continue
             out.update(dict.fromkeys(lease.versions, lease.owner))
         return out
 
+    def read(self, key: str) -> Lease:
+        """One lease. Raises `Missing`, `FormatError`."""
+        return _read(self._place, key, Lease)
+
     def pin(self, version: int) -> None:
         """Keep a version for good. Pinning it again is fine."""
-        self._put(self._pins / f"{version}.json", Pin(version, self._clock()))
+        self._put(f"{PINS}/{version}.json", Pin(version, self._clock()))
 
     def unpin(self, version: int) -> None:
         """The inverse; a version that is not pinned is fine."""
-        (self._pins / f"{version}.json").unlink(missing_ok=True)
+        self._place.delete(f"{PINS}/{version}.json")
 
     def pinned(self) -> list[int]:
-        """Pinned versions, ascending."""
-        return sorted(int(path.stem) for path in self._pins.glob("*.json") if path.stem.isdigit())
+        """Pinned versions, ascending. The name of a pin says it all: a damaged one still holds."""
+        names = (item.key[len(PINS) + 1 :].removesuffix(".json") for item in self._place.list(PINS))
+        return sorted(int(name) for name in names if name.isdigit())
 
-    def _put(self, path: Path, value: Struct) -> None:
-        with typed(str(path)):
-            path.parent.mkdir(exist_ok=True)
-            self._disk.replace(path, msgspec.json.encode(value))
+    def damaged(self) -> list[tuple[str, str]]:
+        """(key, what is wrong with it) of every lease and pin that is not as it was written."""
+        out = []
+        for prefix, kind in ((LEASES, Lease), (PINS, Pin)):
+            for item in list(self._place.list(prefix)):
+                try:
+                    _read(self._place, item.key, kind)  # type: ignore[type-var]
+                except Missing:
+                    continue
+                except FormatError as error:
+                    out.append((item.key, error.message))
+        return out
+
+    def _put(self, key: str, value: Struct) -> None:
+        self._place.put(key, seal(msgspec.json.encode(value)))
 
 
-def _read(path: Path, kind: type[Lease]) -> Lease | None:
+_Record = TypeVar("_Record", Lease, Pin)
+
+
+def _read(place: Place, key: str, kind: type[_Record]) -> _Record:
+    where = f"{place.url}/{key}"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        return None
+        return msgspec.json.decode(unseal(place.read(key), where=where, hint=_HINT), type=kind)
     except msgspec.DecodeError as error:
-        # Nobody can tell what it protects or for how long; it is left for people to look at.
-        logger.warning("%s is damaged and ignored: %s", path, error)
-        return None
+        raise FormatError(f"{where} is damaged: {error}", hint=_HINT) from None

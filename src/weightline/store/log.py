@@ -1,10 +1,10 @@
-"""The log on a local folder: one file an entry, and the loop that performs a machine's effects."""
+"""The log in a place: one object an entry, and the loop that performs a machine's effects."""
 
 from __future__ import annotations
 
-import errno
 import logging
-import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -12,14 +12,17 @@ import msgspec
 from weightline.core import commit as machines
 from weightline.core import ledger
 from weightline.core.ledger import Entry, LedgerState
-from weightline.errors import IntegrityError, InvalidInput, Unavailable
-from weightline.store.disk import Disk, failure
+from weightline.errors import FormatError, IntegrityError, Unavailable
+from weightline.store.index import Index
+from weightline.store.place import Missing, Place
 
 logger = logging.getLogger(__name__)
 
+LOG = "log"
+HEAD = "head.json"
 _DIGITS = 20
-_NEVER_MADE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-"""After one of these from a put, the entry is certainly not there."""
+_READERS = 16
+"""Entries that are read at once where the hint says that many are there."""
 
 
 class Hint(msgspec.Struct, frozen=True):
@@ -28,86 +31,93 @@ class Hint(msgspec.Struct, frozen=True):
     seq: int
 
 
-class LocalLog:
-    """`log/` and `head.json` below a store's root."""
+class Log:
+    """`log/`, `index/` and `head.json` of a place."""
 
-    def __init__(self, root: Path, disk: Disk) -> None:
-        self.folder = root / "log"
-        self._hint = root / "head.json"
-        self._disk = disk
+    def __init__(self, place: Place, run: str) -> None:
+        self._place = place
+        self.index = Index(place, run, self._raw)
+
+    def key(self, seq: int) -> str:
+        """Where entry `seq` lies below the root."""
+        return f"{LOG}/{seq:0{_DIGITS}d}.json"
 
     def path(self, seq: int) -> Path:
-        """Where entry `seq` lies."""
-        return self.folder / f"{seq:0{_DIGITS}d}.json"
+        """The same for messages; in a folder it is the file."""
+        return Path(self._place.url) / self.key(seq)
 
     def read(self, seq: int) -> Entry | None:
-        """Entry `seq`, or None when there is none. Raises `FormatError` for a damaged one."""
-        path = self.path(seq)
+        """Entry `seq`, or None when there is none. Raises `FormatError` for a damaged one, `Unavailable`."""
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+            return ledger.decode(self._raw(seq), where=str(self.path(seq)))
+        except Missing:
             return None
-        except OSError as error:
-            raise Unavailable(
-                f"cannot read log entry {path}: {error.strerror}",
-                hint="check that the disk is mounted and healthy",
-            ) from error
-        return ledger.decode(data, where=str(path))
+        except FormatError:
+            # A short read looks like damage, once.
+            return ledger.decode(self._raw(seq), where=str(self.path(seq)))
 
     def after(self, state: LedgerState) -> LedgerState | None:
         """`state` and the entry that follows it; None without one. Raises `FormatError` if it is damaged."""
         entry = self.read(state.seq + 1)
         return None if entry is None else state.apply(state.seq + 1, entry)
 
-    def present(self) -> list[int]:
-        """Numbers of the entries that are there, ascending."""
-        names = (path.name for path in self.folder.glob("*.json"))
-        return sorted(int(name[:-5]) for name in names if len(name) == _DIGITS + 5 and name[:-5].isdigit())
-
-    def check_gap(self, state: LedgerState) -> None:
-        """Raises `IntegrityError` if entries lie beyond one that is missing: writing there would rewrite
-        history.
+    def on_from(self, state: LedgerState) -> Iterator[LedgerState]:
+        """States that follow `state`, up to the end of the log: index blocks first, then what the hint
+        promises, then whatever a probe finds. The last one is the newest; what comes before a damaged entry
+        is given all the same.
         """
-        beyond = [seq for seq in self.present() if seq > state.seq]
-        hint = self.hint()
-        if beyond and self.read(state.seq + 1) is None:
-            last = beyond[-1]
-        elif hint > state.seq and self.read(state.seq + 1) is None:
-            last = hint
-        else:
+        if state.seq == 0:
+            for indexed in self.index.on_from(state):
+                yield (state := indexed)
+            for promised in self._promised(state):
+                yield (state := promised)
+        while (following := self.after(state)) is not None:
+            state = following
+            yield state
+
+    def _promised(self, state: LedgerState) -> Iterator[LedgerState]:
+        last = self.hint()
+        if last - state.seq < _READERS:
+            return
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="weightline-log") as pool:
+            for begin in range(state.seq + 1, last + 1, 16 * _READERS):
+                numbers = range(begin, min(begin + 16 * _READERS, last + 1))
+                entries = []
+                try:
+                    for seq, entry in zip(numbers, pool.map(self.read, numbers), strict=True):
+                        if entry is None:
+                            break
+                        entries.append((seq, entry))
+                finally:
+                    if entries:
+                        state = state.extended(entries)
+                        yield state
+                if len(entries) < len(numbers):
+                    return
+
+    def present(self, after: int = 0) -> list[int]:
+        """Numbers of the entries above `after` that are there, ascending."""
+        names = (item.key[len(LOG) + 1 :] for item in self._place.list(LOG, after=self.key(after)))
+        return [int(name[:-5]) for name in names if len(name) == _DIGITS + 5 and name[:-5].isdigit()]
+
+    def check_gap(self, state: LedgerState, *, thorough: bool = False) -> None:
+        """Raises `IntegrityError` if entries lie beyond one that is missing: writing there would rewrite
+        history. `thorough` lists the log; else the hint must do.
+        """
+        last = max([self.hint(), *(self.present(state.seq)[-1:] if thorough else [])])
+        if last <= state.seq or self.read(state.seq + 1) is not None:
             return
         raise IntegrityError(
             f"log entry {self.path(state.seq + 1)} is missing, but entry {last} was written",
-            hint="restore the log from a copy; nothing is written before that",
+            hint="run `weightline verify --repair` or restore the log from a copy; nothing is written",
         )
 
     def hint(self) -> int:
         """What head.json says; 0 when it says nothing that can be read."""
         try:
-            return msgspec.json.decode(self._hint.read_bytes(), type=Hint).seq
-        except (OSError, msgspec.DecodeError):
+            return msgspec.json.decode(self._place.read(HEAD), type=Hint).seq
+        except (Missing, IntegrityError, Unavailable, msgspec.DecodeError):
             return 0
-
-    def probe(self) -> None:
-        """Raises `InvalidInput` unless this place refuses a second put under one name."""
-        path = self.folder / f".probe-{uuid.uuid4().hex}"
-        try:
-            first, second = self._disk.put_if_absent(path, b"1"), self._disk.put_if_absent(path, b"2")
-            kept = path.read_bytes()
-        except OSError as error:
-            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV):
-                raise InvalidInput(
-                    f"{self.folder} has no hard links ({error.strerror}): two writers would not notice",
-                    hint="put the store on a file system with hard links (ext4, xfs, btrfs, tmpfs, NFS)",
-                ) from error
-            raise failure(str(path), error) from error
-        finally:
-            path.unlink(missing_ok=True)
-        if not first or second or kept != b"1":
-            raise InvalidInput(
-                f"{self.folder} does not refuse a second file of the same name",
-                hint="put the store on a file system with POSIX hard links",
-            )
 
     def drive(self, machine: machines.Machine) -> machines.Done:
         """Performs a machine's effects until it is through. Raises the error that it fails with.
@@ -124,7 +134,7 @@ class LocalLog:
                     case machines.ReadEntry():
                         event = self._read_back(effect.seq)
                     case machines.WriteHeadHint():
-                        self._write_hint(effect.seq)
+                        self.write_hint(effect.seq)
                     case machines.Done():
                         return effect
                     case machines.Failed():
@@ -133,34 +143,27 @@ class LocalLog:
                 raise RuntimeError("the machine asked for nothing and is not through")
             effects = machine.step(event)
 
-    def _put(self, effect: machines.PutIfAbsent) -> machines.Event:
-        path = self.path(effect.seq)
+    def write_hint(self, seq: int) -> None:
+        """Tell new readers how far the log goes. Never raises: nothing depends on it."""
         try:
-            if self._disk.put_if_absent(path, ledger.encode(effect.entry)):
-                return machines.PutOk(effect.seq)
-        except OSError as error:
-            if error.errno in _NEVER_MADE:
-                raise failure(str(path), error) from error
-            logger.warning("no answer from writing log entry %s: %s", path, error)
-            return machines.PutLost(effect.seq)
-        entry = self.read(effect.seq)
-        if entry is None:
-            return machines.PutLost(effect.seq)
-        return machines.PutExists(effect.seq, entry)
+            self._place.put(HEAD, msgspec.json.encode(Hint(seq)))
+        except Unavailable as error:
+            logger.warning("could not write %s (only a hint): %s", HEAD, error)
+
+    def _raw(self, seq: int) -> bytes:
+        return self._place.read(self.key(seq))
+
+    def _put(self, effect: machines.PutIfAbsent) -> machines.Event:
+        outcome = self._place.put_if_absent(self.key(effect.seq), ledger.encode(effect.entry))
+        if outcome == "created":
+            return machines.PutOk(effect.seq)
+        entry = self.read(effect.seq) if outcome == "exists" else None
+        return machines.PutLost(effect.seq) if entry is None else machines.PutExists(effect.seq, entry)
 
     def _read_back(self, seq: int) -> machines.Event:
         entry = self.read(seq)
         if entry is None:
             return machines.ReadMissing(seq)
-        try:
-            # Whoever linked it may not have lived to make the name durable.
-            self._disk.fsync_folder(self.folder)
-        except OSError as error:
-            raise failure(str(self.path(seq)), error) from error
+        # Whoever wrote it may not have lived to make its name durable; a second put of the same bytes does.
+        self._place.put_if_absent(self.key(seq), ledger.encode(entry))
         return machines.ReadOk(seq, entry)
-
-    def _write_hint(self, seq: int) -> None:
-        try:
-            self._disk.replace(self._hint, msgspec.json.encode(Hint(seq)), durable=False)
-        except OSError as error:
-            logger.warning("could not write %s (only a hint): %s", self._hint, error)

@@ -15,6 +15,7 @@ from weightline.types import TensorSpec
 MANIFEST = "manifest.json"
 DELTA = "delta.safetensors"
 ATTACHMENTS = "attachments"
+VERSIONS = "versions"
 
 Role = Literal["anchor", "index", "delta", "model_file", "attachment"]
 

@@ -19,6 +19,7 @@ from weightline.store import manifest as manifests
 from weightline.store import safetensors_file as files
 from weightline.store.disk import sha256_of
 from weightline.store.manifest import Blob, Manifest, TensorEntry
+from weightline.store.place import Missing, Place
 
 _HINT = "run `weightline verify` on the store; take another version until it is repaired"
 _verified: dict[tuple[str, int, int, int], str] = {}
@@ -69,17 +70,13 @@ def to_torch(array: Any) -> Any:
 class Reading:
     """Reads versions of one store. `state` gives the newest known state, `refresh` reads the log again."""
 
-    def __init__(self, root: Path, state: Callable[[], LedgerState], refresh: Callable[[], object]) -> None:
-        self._root = root
+    def __init__(self, place: Place, state: Callable[[], LedgerState], refresh: Callable[[], object]) -> None:
+        self._place = place
         self._state = state
         self._refresh = refresh
         self._lock = threading.Lock()
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
         self._tables: OrderedDict[int, dict[str, TensorEntry]] = OrderedDict()
-
-    def folder(self, version: int) -> Path:
-        """Where the version's files lie."""
-        return self._root / self._state().version(version).folder
 
     def require(self, version: int) -> VersionEntry:
         """The entry. Raises `VersionNotFound`, `VersionGone`."""
@@ -100,15 +97,14 @@ class Reading:
             if (known := self._manifests.get(version)) is not None:
                 return known
         entry = self.require(version)
-        path = self._root / entry.folder / manifests.MANIFEST
+        key = f"{entry.folder}/{manifests.MANIFEST}"
+        path = f"{self._place.url}/{key}"
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+            data = self._place.read(key)
+            if manifests.digest_of(data) != entry.digest:
+                data = self._place.read(key)  # a short read looks like damage, once
+        except Missing:
             raise self._missing(version, path) from None
-        except OSError as error:
-            raise Unavailable(
-                f"cannot read {path}: {error.strerror}", hint="check the disk, then retry"
-            ) from error
         if manifests.digest_of(data) != entry.digest:
             raise IntegrityError(
                 f"{path} differs from the digest in log entry of version {version}", hint=_HINT
@@ -126,10 +122,7 @@ class Reading:
                 return known
         entry = self.require(version)
         table: dict[str, TensorEntry] = {}
-        for link in plans.chain(self._state(), version):
-            manifest = self.stored(link)
-            if manifest.complete:
-                table = {}
+        for manifest in reversed(self._manifest_chain(version)):
             table.update({tensor.spec.name: tensor for tensor in manifest.tensors})
         if codec.weights_digest((t.spec, t.digest) for t in table.values()) != entry.weights_digest:
             raise IntegrityError(
@@ -137,6 +130,17 @@ class Reading:
             )
         self._keep(self._tables, version, table)
         return table
+
+    def _manifest_chain(self, version: int) -> list[Manifest]:
+        """Newest first, back to one that lists all tensors (that of an anchor does, even a thinned one)."""
+        out, at = [self.stored(version)], version
+        while not out[-1].complete:
+            base = self._state().version(at).base
+            if base is None:
+                raise IntegrityError(f"version {version} rests on no complete manifest", hint=_HINT)
+            at = base
+            out.append(self.stored(at))
+        return out
 
     def manifest(self, version: int) -> Manifest:
         """The manifest with its number and all tensors."""
@@ -147,9 +151,11 @@ class Reading:
 
     def blob_path(self, version: int, blob: Blob) -> Path:
         """Path of a blob that is what it should be. Raises `IntegrityError`, `VersionGone`."""
-        path = self.folder(version) / blob.name
-        if not path.exists():
-            raise self._missing(version, path)
+        key = f"{self._state().version(version).folder}/{blob.name}"
+        try:
+            path = self._place.file(key, nbytes=blob.nbytes, sha256=blob.sha256)
+        except Missing:
+            raise self._missing(version, f"{self._place.url}/{key}") from None
         check_blob(path, blob)
         return path
 
@@ -172,6 +178,31 @@ class Reading:
             raise InvalidInput(f"like={like!r} is neither 'numpy' nor 'torch'", hint="choose one of the two")
         self.require(version)
         plan = plans.plan(self._state(), None, version)
+        try:
+            tensors = self._rebuilt(version, plan)
+        except IntegrityError:
+            # Retention may have let an anchor on the way go meanwhile; then there is another way.
+            self._refresh()
+            again = plans.plan(self._state(), None, version)
+            if again == plan:
+                raise
+            tensors = self._rebuilt(version, again)
+        if like == "torch":
+            return {name: to_torch(array) for name, array in tensors.items()}
+        return tensors
+
+    def load_through(self, version: int) -> dict[str, Any]:
+        """The weights of `version` without a look at its own anchor: the version before it and its delta."""
+        entry = self.require(version)
+        if entry.base is None:
+            raise IntegrityError(f"version {version} stands on its own", hint="restore its files from a copy")
+        tensors = self.load(entry.base)
+        digests = {name: tensor.digest for name, tensor in self.table(entry.base).items()}
+        undo = self.delta(version).apply_(tensors, digests=digests)
+        self._check_result(version, tensors, set(undo.digests))
+        return tensors
+
+    def _rebuilt(self, version: int, plan: plans.Plan) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
         for blob in self.stored(plan.steps[0].version).named("anchor"):
             tensors.update(files.map_file(self.blob_path(plan.steps[0].version, blob)))
@@ -182,8 +213,6 @@ class Reading:
             digests.update(undo.digests)
             written.update(undo.digests)
         self._check_result(version, tensors, written)
-        if like == "torch":
-            return {name: to_torch(array) for name, array in tensors.items()}
         return tensors
 
     def _check_result(self, version: int, tensors: Mapping[str, Any], written: set[str]) -> None:
@@ -242,7 +271,7 @@ class Reading:
     def _specs(self, version: int) -> dict[str, Any]:
         return {name: tensor.spec for name, tensor in self.table(version).items()}
 
-    def _missing(self, version: int, path: Path) -> Exception:
+    def _missing(self, version: int, path: str) -> Exception:
         self._refresh()
         if version in self._state().retired:
             return VersionGone(

@@ -12,7 +12,8 @@ def recoverable(state: LedgerState) -> int | None:
         return None
     for version in state.ancestors(len(state)):
         entry = state.version(version)
-        if entry.attachments and version not in state.retired and version not in state.yanked:
+        gone = version in state.retired or version in state.detached
+        if entry.attachments and not gone and version not in state.yanked:
             return version
     return None
 

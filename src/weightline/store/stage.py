@@ -16,13 +16,15 @@ from weightline.codec import Delta
 from weightline.codec.dtypes import Bits
 from weightline.core.commit import CommitRequest
 from weightline.core.plan import anchor_due
-from weightline.errors import InvalidInput
+from weightline.errors import IntegrityError, InvalidInput, Unavailable, VersionGone
 from weightline.store import checkpoint, manifest, staging
 from weightline.store import owner as owners
+from weightline.store.collect import anchor_wanted
 from weightline.store.disk import sha256_of, typed
 from weightline.store.manifest import ATTACHMENTS, DELTA, MANIFEST, Blob, Manifest, TensorEntry
 from weightline.store.offer import Options, raw_size
 from weightline.store.reading import remember
+from weightline.store.records import recoverable
 from weightline.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -91,9 +93,10 @@ class Draft:
             with typed(f"staging {folder}"):
                 request = self._fill(folder, pieces, base, parent)
                 staging.seal(folder, self._disk)
+            self._store.place.upload(request.folder, folder)
             return request, folder
         except BaseException:
-            staging.discard(folder, self._disk, lambda: self._store.state)
+            staging.discard(folder, self._store)
             raise
 
     def _fill(self, folder: Path, pieces: Pieces, base: int | None, parent: int | None) -> CommitRequest:
@@ -104,6 +107,7 @@ class Draft:
             blobs.append(self._write_delta(folder, pieces.delta.numbered(base, None)))
         delta_nbytes = sum(blob.nbytes for blob in blobs)
         anchor = options.anchor or base is None or self._due(base, delta_nbytes, raw_nbytes)
+        anchor = anchor or anchor_wanted(self._store.place, self._store.state)
         if anchor:
             specs = list(pieces.specs.values())
             blobs += checkpoint.write_anchor(
@@ -144,7 +148,7 @@ class Draft:
             label=options.label,
             stored="anchor" if anchor else "delta",
             digest=digest,
-            folder=f"{staging.VERSIONS}/{folder.name}",
+            folder=f"{manifest.VERSIONS}/{folder.name}",
             nbytes=nbytes,
             delta_nbytes=delta_nbytes,
             raw_nbytes=raw_nbytes,
@@ -152,6 +156,7 @@ class Draft:
             elements=elements,
             weights_digest=weights_digest,
             attachments=record.attachments,
+            attachment_nbytes=sum(blob.nbytes for blob in blobs if blob.role == "attachment"),
             metadata=record.metadata,
         )
 
@@ -166,7 +171,7 @@ class Draft:
         state, total, at = self._store.state, delta_nbytes, base
         while True:
             entry = state.version(at)
-            if entry.stored == "anchor" or entry.base is None:
+            if state.holds_anchor(at) or entry.base is None:
                 return anchor_due(total, anchor_nbytes)
             total, at = total + entry.delta_nbytes, entry.base
 
@@ -187,6 +192,7 @@ class Draft:
         if not given:
             return []
         (folder / ATTACHMENTS).mkdir()
+        earlier = self._earlier()
         blobs = []
         for name, value in sorted(given.items()):
             path = folder / ATTACHMENTS / name
@@ -200,5 +206,24 @@ class Draft:
                 raise InvalidInput(
                     f"attachment {name!r}: {value!r} is gone", hint="give a file that stays"
                 ) from None
+            if sha in earlier and sha256_of(earlier[sha]) == sha:
+                self._disk.link_instead(earlier[sha], path)
             blobs.append(Blob(f"{ATTACHMENTS}/{name}", nbytes, sha, "attachment"))
         return blobs
+
+    def _earlier(self) -> dict[str, Path]:
+        """SHA-256 -> file of the attachments of the newest version that has some.
+
+        What did not change is a second name of the same file: it costs no room, and each version may be
+        deleted without a look at the others.
+        """
+        version = recoverable(self._store.state)
+        if version is None:
+            return {}
+        try:
+            blobs = self._store.reading.stored(version).named("attachment")
+            folder = self._store.state.version(version).folder
+            paths = {blob.sha256: self._store.root / folder / blob.name for blob in blobs}
+        except (IntegrityError, VersionGone, Unavailable):
+            return {}
+        return {sha: path for sha, path in paths.items() if path.is_file()}

@@ -12,16 +12,19 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightline.core.ledger import LedgerState
-from weightline.errors import InvalidInput, Unavailable
+from weightline.errors import InvalidInput, Unavailable, WeightlineError
 from weightline.store import owner as owners
 from weightline.store.disk import Disk, typed
-from weightline.store.manifest import ATTACHMENTS
+from weightline.store.manifest import ATTACHMENTS, VERSIONS
+
+if TYPE_CHECKING:
+    from weightline.store.store import Store
 
 logger = logging.getLogger(__name__)
 
-VERSIONS = "versions"
 OWNER = "owner.json"
 _CLAIM = ".claim-"
 _CLAIMER = ".claimer-"
@@ -79,29 +82,52 @@ def adopt(folder: Path, disk: Disk) -> None:
         (folder / claim.name.replace(_CLAIM, _CLAIMER)).unlink(missing_ok=True)
 
 
-def discard(folder: Path, disk: Disk, log: Callable[[], LedgerState]) -> bool:
+def discard(folder: Path, store: Store) -> bool:
     """Delete a staging of this process that nothing names. Never raises: what cannot be deleted is swept
     later.
     """
     try:
-        return _delete(folder, disk, log, lambda owner: owner == owners.this_process())
-    except OSError as error:
+        gone = _delete(folder, store.disk, store.read_log, lambda owner: owner == owners.this_process())
+        if gone and not is_here(store):
+            store.place.delete_folder(f"{VERSIONS}/{folder.name}")
+        return gone
+    except (OSError, WeightlineError) as error:
         logger.warning("could not remove staging %s (swept later): %s", folder, error)
         return False
 
 
-def sweep(root: Path, disk: Disk, log: Callable[[], LedgerState]) -> list[str]:
-    """Delete the stagings of dead processes of this host; gives their folders. `log` reads the log anew."""
-    named = {entry.folder for entry in log().versions()}
+def is_here(store: Store) -> bool:
+    """Is the place the folder in which this process stages?"""
+    return store.place.url == str(store.root)
+
+
+def sweep(store: Store) -> list[str]:
+    """Delete the stagings of dead processes of this host; gives their folders."""
+    named = {entry.folder for entry in store.read_log().versions()}
     gone = []
-    for folder in sorted((root / VERSIONS).iterdir()):
+    for folder in sorted((store.root / VERSIONS).iterdir()):
         relative = f"{VERSIONS}/{folder.name}"
         if relative in named or not folder.is_dir():
             continue
         try:
-            if _delete(folder, disk, log, is_dead):
+            if _delete(folder, store.disk, store.read_log, is_dead):
                 gone.append(relative)
         except OSError as error:
+            logger.warning("could not sweep %s: %s", folder, error)
+    return gone if is_here(store) else sorted({*gone, *_sweep_place(store, named)})
+
+
+def _sweep_place(store: Store, named: set[str]) -> list[str]:
+    """The same for what was uploaded. Nobody adopts those, so a dead owner's can be of no use any more."""
+    gone = []
+    folders = {"/".join(item.key.split("/")[:2]) for item in store.place.list(VERSIONS)} - named
+    for folder in sorted(folders):
+        try:
+            owner = owners.decode(store.place.read(f"{folder}/{OWNER}"))
+            if is_dead(owner) and folder not in {e.folder for e in store.read_log().versions()}:
+                store.place.delete_folder(folder)
+                gone.append(folder)
+        except WeightlineError as error:
             logger.warning("could not sweep %s: %s", folder, error)
     return gone
 

@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +21,10 @@ from weightline.core import commit as machines
 from weightline.core.commit import CommitRequest
 from weightline.core.ledger import LedgerState, VersionEntry
 from weightline.errors import (
+    ConflictError,
     FormatError,
     IntegrityError,
+    InvalidInput,
     VersionGone,
     VersionNotFound,
     WeightlineError,
@@ -31,14 +33,18 @@ from weightline.store import staging
 from weightline.store.catalog import Catalog, Subscriber, TraceEvent
 from weightline.store.checkout import checkout, model_files_of
 from weightline.store.checkpoint import SHARD_NBYTES
-from weightline.store.collect import CollectReport, collect
-from weightline.store.disk import Disk, OnStep, no_step
-from weightline.store.leases import Lease, Leases
-from weightline.store.log import LocalLog
-from weightline.store.manifest import MANIFEST, Manifest, digest_of
+from weightline.store.disk import Disk, OnStep, no_step, typed
+from weightline.store.keeping import Keeping
+from weightline.store.leases import Leases
+from weightline.store.log import Log
+from weightline.store.manifest import MANIFEST, VERSIONS, Manifest, digest_of
+from weightline.store.opening import is_store_url, place_of
+from weightline.store.place import Place
+from weightline.store.place_local import LocalPlace
 from weightline.store.reading import Reading
 from weightline.store.records import record_of, recoverable
-from weightline.store.run import make_run, read_run
+from weightline.store.repair import repair as mend
+from weightline.store.run import Run, adopt_copy, is_copy, make_run, read_run, refuse_copy
 from weightline.store.verify import verify
 from weightline.store.writer import Publish, Published, Writer, new_id
 from weightline.types import Ack, VerifyReport, VersionRecord
@@ -68,29 +74,39 @@ class Recovered(Struct, frozen=True, eq=False):
         return self._reading.load(self.version, like=like)
 
 
-class Store:
+class Store(Keeping):
     """A handle on one store. Any number of handles may read; opening one fences nobody. Safe to use from any
     thread.
     """
 
     def __init__(
-        self, root: Path, run: str, *, clock: Callable[[], float], on_step: OnStep, shard_nbytes: int
+        self,
+        root: Path,
+        run: Run,
+        *,
+        place: Place,
+        disk: Disk,
+        clock: Callable[[], float],
+        shard_nbytes: int,
     ) -> None:
         self.root = root
-        self.run = run
+        """Folder of this host in which versions are staged and the catalogue lies; a local store's own."""
+        self.place = place
+        """Where the log, the versions, leases and pins are."""
+        self.run = run.run
         self.clock = clock
-        self.disk = Disk(on_step)
-        self.state = LedgerState(run)
+        self.disk = disk
+        self.state = LedgerState(run.run)
         """What this handle knows of the log; `refresh` reads on."""
         self.damage: WeightlineError | None = None
         """Why the log could not be read to its end when the store was opened."""
         self.resumed: int | None = None
         """The version that `recover` gave and that the next commit goes on from."""
-        self.log = LocalLog(root, self.disk)
-        self.leases = Leases(root, self.disk, clock)
-        self.reading = Reading(root, lambda: self.state, self.refresh)
+        self.log = Log(place, run.run)
+        self.leases = Leases(place, clock)
+        self.reading = Reading(place, lambda: self.state, self.refresh)
         self.catalog = Catalog(root, lambda: self.state, clock)
-        self._shard_nbytes = shard_nbytes
+        self.shard_nbytes = shard_nbytes
         self._lock = threading.RLock()
         usage = shutil.disk_usage(root)
         self._free_at_start = usage.free
@@ -99,28 +115,59 @@ class Store:
     def open(
         root: str | Path,
         *,
+        place: Place | None = None,
         create: bool = False,
+        run: str | None = None,
         clock: Callable[[], float] = time.time,
         on_step: OnStep = no_step,
         shard_nbytes: int = SHARD_NBYTES,
     ) -> Store:
-        """Open the store at `root`, or make one there with `create`.
+        """Open the store in the folder `root`, or make one there with `create`.
 
-        `shard_nbytes` is the size above which anchors are written in shards; `on_step` hears of every durable
-        step. Raises `StoreNotFound`, `FormatError` (another format), `InvalidInput` (a place where no store
-        can be). A damaged log does not keep it from opening (see `damage`): what comes before the damage can
-        be read.
+        `root` may be a URL (`s3://…`, `mirror:…`, see `opening`). With `place` the store is there, and `root` is a folder of this host for stagings and the catalogue.
+        `run` is the run that the caller expects. `shard_nbytes` is the size above which anchors are written
+        in shards; `on_step` hears of every durable step. Raises `StoreNotFound`, `FormatError` (another
+        format), `ConflictError` (another run), `InvalidInput` (a place where no store can be). A damaged log
+        does not keep it from opening (see `damage`): what comes before the damage can be read.
         """
-        root = Path(root).absolute()
-        run = read_run(root) if not create else make_run(root, Disk(on_step), clock)
-        store = Store(root, run.run, clock=clock, on_step=on_step, shard_nbytes=shard_nbytes)
+        if place is None and isinstance(root, str) and is_store_url(root):
+            root, place = place_of(root, create=create)
+        root, disk = Path(root).absolute(), Disk(on_step)
+        if root.exists() and not root.is_dir():
+            raise InvalidInput(f"{root} is not a folder", hint="give a folder for the store")
+        place = place or LocalPlace(root, disk)
+        if create:
+            with typed(str(root)):
+                (root / VERSIONS).mkdir(parents=True, exist_ok=True)
+        found = make_run(place, clock) if create else read_run(place)
+        if run is not None and run != found.run:
+            raise ConflictError(
+                f"{place.url} holds run {found.run}, not {run}", hint="give each run a place of its own"
+            )
+        store = Store(root, found, place=place, disk=disk, clock=clock, shard_nbytes=shard_nbytes)
         try:
             store.refresh()
             store.log.check_gap(store.state)
         except (FormatError, IntegrityError) as error:
-            logger.warning("the log of %s is damaged: %s", root, error)
+            logger.warning("the log of %s is damaged: %s", place.url, error)
             store.damage = error
         return store
+
+    @property
+    def copied(self) -> bool:
+        """Was this store made elsewhere and copied here? It can be read; a writer is refused."""
+        return is_copy(self.place, self.run)
+
+    def adopt_copy(self, *, fork: bool = False) -> str:
+        """Say that a copy is the store now; gives its run. `fork`: the original lives on, so this one gets a
+        run of its own. All other handles have to be opened anew then.
+        """
+        with self._lock:
+            self.run = adopt_copy(self.place, self.clock, fork=fork).run
+            self.log = Log(self.place, self.run)
+            self.state = LedgerState(self.run)
+            self.read_log()
+            return self.run
 
     def close(self) -> None:
         """Close the catalogue. Idempotent."""
@@ -129,12 +176,23 @@ class Store:
     # Reading ------------------------------------------------------------------------------------------------
 
     def read_log(self) -> LedgerState:
-        """The state of the log as it is now. Raises `FormatError` for a damaged entry."""
+        """The state of the log as it is now. Raises `FormatError` for a damaged entry, `ConflictError` when
+        another store took this one's place.
+        """
         with self._lock:
-            # Entry by entry: what comes before a damaged one is known all the same.
-            while (state := self.log.after(self.state)) is not None:
+            # One after another: what comes before a damaged entry is known all the same.
+            for state in self.log.on_from(self.state):
+                if self.state.seq:
+                    self._check_run()
                 self.state = state
             return self.state
+
+    def _check_run(self) -> None:
+        if (found := read_run(self.place).run) != self.run:
+            raise ConflictError(
+                f"{self.place.url} holds another store now: run {found}, not {self.run}",
+                hint="open it anew; what was read from the old one stays as it is",
+            )
 
     def refresh(self) -> int | None:
         """Read the entries that are new in the log; gives the newest version, None in an empty store."""
@@ -184,6 +242,10 @@ class Store:
     def attachments(self, version: int) -> dict[str, Path]:
         """Name -> verified file, read only. Raises `VersionNotFound`, `VersionGone`, `IntegrityError`."""
         self._known(version)
+        if version in self.state.detached:
+            raise VersionGone(
+                f"the attachments of version {version} were let go", hint="take those of recover()"
+            )
         blobs = self.reading.stored(version).named("attachment")
         return {Path(blob.name).name: self.reading.blob_path(version, blob) for blob in blobs}
 
@@ -208,13 +270,21 @@ class Store:
     def checkout(self, version: int, out: str | Path) -> None:
         """Write a version as a plain Hugging Face folder, bit-exact; `InvalidInput` if `out` exists."""
         self._known(version)
-        checkout(self.reading, self.state, self.disk, version, Path(out), self._shard_nbytes)
+        checkout(self.reading, self.state, self.disk, version, Path(out), self.shard_nbytes)
 
-    def verify(self, deep: bool = False) -> VerifyReport:
-        """Check every entry, folder and chain like fsck; `deep` also every blob's bytes and every tensor's
-        digest.
+    def verify(self, deep: bool = False, repair: bool = False) -> VerifyReport:
+        """Check every entry, folder, blob and chain like fsck; `deep` also every tensor's digest along every
+        chain. `repair` first mends what another copy of the same bytes can mend (see `repair`).
         """
+        if repair:
+            mend(self)
         return verify(self, deep=deep)
+
+    def repair(self) -> list[str]:
+        """Mend what can be: entries out of the index, the index and the hint out of the log, anchors out of
+        their chains, the catalogue. Gives what was done, in words.
+        """
+        return mend(self)
 
     # Writing ------------------------------------------------------------------------------------------------
 
@@ -223,17 +293,18 @@ class Store:
     ) -> Writer:
         """A writer that stages in this store; `publish` makes its versions visible (default: this handle).
 
-        Raises `InvalidInput` for a place that does not refuse a second file of one name, and for a damaged
-        log.
+        Raises `InvalidInput` for a place that does not refuse a second file of one name, `FormatError` or
+        `IntegrityError` for a damaged log, `ConflictError` for a copy of a store.
         """
         self.read_log()
-        self.log.check_gap(self.state)
-        self.log.probe()
+        self.log.check_gap(self.state, thorough=True)
+        refuse_copy(self.place, self.run)
+        self.place.probe()
         return Writer(
             self,
             publish=publish or self.publish_staged,
             commit_id_source=commit_id_source,
-            shard_nbytes=self._shard_nbytes,
+            shard_nbytes=self.shard_nbytes,
         )
 
     def publish_staged(self, request: CommitRequest) -> Published:
@@ -246,6 +317,7 @@ class Store:
         folder = staging.locate(self.root, request.folder)
         with self._lock:
             state = self.read_log()
+            self._check_run()
             known = state.by_commit(request.commit_id)
             if known is None or known.write_id != request.write_id:
                 if known is None:
@@ -261,82 +333,6 @@ class Store:
             raise TypeError("a commit ended in another entry")
         self._index()
         return Published(record_of(self.state, entry, ()), repeated)
-
-    def yank(self, version: int, reason: str = "") -> None:
-        """Tell every engine not to serve a version. Raises `VersionNotFound`."""
-        with self._lock:
-            state = self.read_log()
-            machine = machines.yank(state, version, write_id=new_id(), at=self.clock(), reason=reason)
-            self._drive(machine)
-
-    def retire(self, versions: Collection[int], reason: str) -> None:
-        """Announce that the bytes of `versions` go. `collect` does this; nothing is deleted yet."""
-        with self._lock:
-            state = self.read_log()
-            wanted = tuple(sorted(versions))
-            self._drive(machines.retire(state, wanted, write_id=new_id(), at=self.clock(), reason=reason))
-
-    def lease(self, versions: Collection[int], owner: str, ttl: float) -> Lease:
-        """Keep `versions` readable for `ttl` seconds. Raises `VersionNotFound`, `VersionGone` (it was too
-        late).
-        """
-        for version in versions:
-            self._known(version)
-        lease = self.leases.take(versions, owner, ttl)
-        # Looking for retirements only now closes the gap: whoever retires looks for leases after announcing
-        # it.
-        if late := [v for v in versions if v in self.read_log().retired]:
-            self.leases.release(lease)
-            raise VersionGone(f"version {late[0]} is retired", hint="take a newer version")
-        return lease
-
-    def release(self, lease: Lease) -> None:
-        """End a lease. Idempotent."""
-        self.leases.release(lease)
-
-    def pin(self, version: int) -> None:
-        """Keep a version for good. Raises `VersionNotFound`, `VersionGone`."""
-        self._known(version)
-        self.leases.pin(version)
-        if version in self.read_log().retired:
-            self.leases.unpin(version)
-            raise VersionGone(f"version {version} is retired", hint="pin a newer version")
-
-    def unpin(self, version: int) -> None:
-        """The inverse. Idempotent."""
-        self.leases.unpin(version)
-
-    def default_disk_budget(self) -> int:
-        """A quarter of the room that the store and free space had together when this handle was opened."""
-        held = sum(e.nbytes for e in self.state.versions() if e.version not in self.state.retired)
-        return max(1, (self._free_at_start + held) // 4)
-
-    def collect(
-        self,
-        *,
-        max_versions: int | None = None,
-        disk_budget: int | None = None,
-        grace: float = 60.0,
-        hold_after_rebuild: float = 600.0,
-        dry_run: bool = False,
-    ) -> CollectReport:
-        """Retire what the bounds do not allow, and delete what was retired `grace` seconds ago and nobody
-        leases.
-        """
-        return collect(
-            self,
-            max_versions=max_versions,
-            disk_budget=self.default_disk_budget() if disk_budget is None else disk_budget,
-            grace=grace,
-            hold_after_rebuild=hold_after_rebuild,
-            dry_run=dry_run,
-        )
-
-    def sweep(self) -> list[str]:
-        """Remove the stagings of dead processes of this host; gives their folders."""
-        return staging.sweep(self.root, self.disk, self.read_log)
-
-    # Index --------------------------------------------------------------------------------------------------
 
     def ack(self, ack: Ack) -> None:
         """Note that a subscriber's engine serves a version. Raises `VersionNotFound`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightline.codec import bits_of, digest_of
@@ -12,14 +11,18 @@ from weightline.errors import FormatError, IntegrityError, Unavailable, Weightli
 from weightline.store import manifest as manifests
 from weightline.store import staging
 from weightline.store.disk import drafts
-from weightline.store.manifest import Manifest
+from weightline.store.log import HEAD, LOG
+from weightline.store.manifest import Blob, Manifest
+from weightline.store.place import Missing
 from weightline.store.reading import check_blob
+from weightline.store.run import HOME, RUN, home, read_run
 from weightline.types import Problem, VerifyReport
 
 if TYPE_CHECKING:
     from weightline.store.store import Store
 
 _RESTORE = "restore the file from a copy"
+_MEND = "`weightline verify --repair` puts it back from the index, else restore it from a copy"
 
 
 def verify(store: Store, *, deep: bool) -> VerifyReport:
@@ -38,72 +41,120 @@ def verify(store: Store, *, deep: bool) -> VerifyReport:
 
 
 def _log(store: Store) -> Iterator[Problem]:
+    """The entries, one by one: what the index says of them is no proof. Then what else carries truth."""
+    yield from _entries(store)
     try:
         store.read_log()
-    except WeightlineError as error:
-        path = str(store.log.path(store.state.seq + 1))
-        yield Problem("torn_entry", None, path, f"{error.message}; {_RESTORE}")
-        return
-    try:
-        store.log.check_gap(store.state)
+        store.log.check_gap(store.state, thorough=True)
+    except FormatError:
+        pass  # told by `_entries`
     except WeightlineError as error:
         yield Problem("gap", None, str(store.log.path(store.state.seq + 1)), f"{error.message}; {error.hint}")
     if store.log.hint() > store.state.seq:
-        yield Problem(
-            "hint", None, str(store.root / "head.json"), "it names an entry that is missing; restore the log"
-        )
+        path = f"{store.place.url}/{HEAD}"
+        yield Problem("hint", None, path, "it names an entry that is missing; restore the log")
+    for check, name in ((read_run, RUN), (home, HOME)):
+        try:
+            check(store.place)
+        except WeightlineError as error:
+            yield Problem("run", None, f"{store.place.url}/{name}", f"{error.message}; {error.hint}")
+    for key, why in store.leases.damaged():
+        yield Problem("lease", None, f"{store.place.url}/{key}", f"{why}; remove it, then pin or lease anew")
+    for first, last in store.log.index.present():
+        try:
+            lines = store.log.index.lines(first, last)
+            wrong = last > store.state.seq or len(lines) != last - first + 1
+            why = "it does not fit the log"
+        except (Missing, FormatError, IntegrityError, Unavailable) as error:
+            wrong, why = True, str(error)
+        if wrong:
+            path = f"{store.place.url}/{store.log.index.key(first, last)}"
+            yield Problem("index", None, path, f"{why}; `weightline verify --repair` makes it anew")
+
+
+def _entries(store: Store) -> Iterator[Problem]:
+    numbers = store.log.present()
+    costs = "every version from there on cannot be read without it; run `weightline verify --repair`"
+    for seq in numbers:
+        try:
+            store.log.read(seq)
+        except FormatError as error:
+            hint = f"{error.message}; {costs if seq > store.state.seq else _MEND}"
+            yield Problem("torn_entry", _named(store, seq), str(store.log.path(seq)), hint)
+        except WeightlineError as error:
+            yield Problem("log", None, str(store.log.path(seq)), f"{error.message}; {error.hint}")
+    there = set(numbers)
+    for seq in range(1, store.state.seq + 1):
+        if seq not in there:
+            path = str(store.log.path(seq))
+            yield Problem("gap", _named(store, seq), path, f"log entry {seq} is missing; {_MEND}")
+
+
+def _named(store: Store, seq: int) -> int | None:
+    """The version that entry `seq` made visible."""
+    return next((e.version for e in store.state.versions() if store.state.seq_of(e.version) == seq), None)
 
 
 def _version(store: Store, entry: VersionEntry, deep: bool, broken: set[int]) -> Iterator[Problem]:
-    folder = store.root / entry.folder
-    if not folder.is_dir():
-        yield Problem("missing_folder", entry.version, str(folder), _RESTORE)
-        return
-    manifest, problem = _manifest(entry, folder)
+    folder = f"{store.place.url}/{entry.folder}"
+    manifest, problem = _manifest(store, entry)
     if problem is not None:
         yield problem
     if manifest is None:
         return
     whole = True
     for blob in manifest.blobs:
+        if _let_go(store, entry.version, blob):
+            continue
         try:
-            check_blob(folder / blob.name, blob, again=deep)
+            key = f"{entry.folder}/{blob.name}"
+            path = store.place.file(key, nbytes=blob.nbytes, sha256=blob.sha256)
+            check_blob(path, blob, again=True)
+        except Missing:
+            whole = False
+            yield Problem("blob", entry.version, f"{folder}/{blob.name}", f"it is missing; {_RESTORE}")
         except (IntegrityError, Unavailable) as error:
             whole = False
-            yield Problem("blob", entry.version, str(folder / blob.name), f"{error.message}; {_RESTORE}")
-    if entry.base is not None and entry.stored == "delta":
+            yield Problem("blob", entry.version, f"{folder}/{blob.name}", f"{error.message}; {_RESTORE}")
+    if entry.base is not None and not store.state.holds_anchor(entry.version):
         if entry.base in store.state.retired:
             yield Problem(
-                "chain", entry.version, str(folder), f"its base {entry.base} is retired; pin what must stay"
+                "chain", entry.version, folder, f"its base {entry.base} is retired; pin what must stay"
             )
             return
         if entry.base in broken:
-            yield Problem(
-                "chain", entry.version, str(folder), f"its base {entry.base} is damaged; repair that"
-            )
+            yield Problem("chain", entry.version, folder, f"its base {entry.base} is damaged; repair that")
             return
     if whole:
         yield from _content(store, entry, deep)
 
 
-def _manifest(entry: VersionEntry, folder: Path) -> tuple[Manifest | None, Problem | None]:
-    path = folder / manifests.MANIFEST
+def _let_go(store: Store, version: int, blob: Blob) -> bool:
+    """Did retention say that this file goes, and that its version stays?"""
+    if blob.role == "attachment":
+        return version in store.state.detached
+    return blob.role in ("anchor", "index") and version in store.state.thinned
+
+
+def _manifest(store: Store, entry: VersionEntry) -> tuple[Manifest | None, Problem | None]:
+    key = f"{entry.folder}/{manifests.MANIFEST}"
+    path = f"{store.place.url}/{key}"
     try:
-        data = path.read_bytes()
+        data = store.place.read(key)
         if manifests.digest_of(data) != entry.digest:
             return None, Problem(
-                "manifest", entry.version, str(path), f"it differs from its digest in the log; {_RESTORE}"
+                "manifest", entry.version, path, f"it differs from its digest in the log; {_RESTORE}"
             )
-        return manifests.decode(data, where=str(path)), None
-    except OSError as error:
-        return None, Problem("manifest", entry.version, str(path), f"{error.strerror}; {_RESTORE}")
-    except FormatError as error:
-        return None, Problem("manifest", entry.version, str(path), error.message)
+        return manifests.decode(data, where=path), None
+    except Missing:
+        return None, Problem("manifest", entry.version, path, f"it is missing; {_RESTORE}")
+    except (Unavailable, FormatError) as error:
+        return None, Problem("manifest", entry.version, path, error.message)
 
 
 def _content(store: Store, entry: VersionEntry, deep: bool) -> Iterator[Problem]:
     """The digests add up; when `deep`, every tensor that is rebuilt has the digest of its manifest."""
-    folder = str(store.root / entry.folder)
+    folder = f"{store.place.url}/{entry.folder}"
     try:
         table = store.reading.table(entry.version)
         if not deep:
@@ -125,8 +176,8 @@ def _leftovers(store: Store) -> Iterator[Problem]:
     deleted.
     """
     named = {entry.folder for entry in store.state.versions()}
-    for folder in sorted((store.root / staging.VERSIONS).iterdir()):
-        if f"{staging.VERSIONS}/{folder.name}" in named:
+    for folder in sorted((store.root / manifests.VERSIONS).iterdir()):
+        if f"{manifests.VERSIONS}/{folder.name}" in named:
             continue
         owner = staging.owner_of(folder)
         if owner is None:
@@ -135,7 +186,7 @@ def _leftovers(store: Store) -> Iterator[Problem]:
             )
         elif staging.is_dead(owner):
             yield Problem("dangling", None, str(folder), f"left by {owner}; `weightline gc` removes it")
-    for draft in drafts(store.log.folder):
+    for draft in drafts(store.root / LOG):
         yield Problem(
             "draft", None, str(draft), "left by a crash, or being written now; remove it if it stays"
         )

@@ -151,6 +151,8 @@ class Writer:
             else:
                 self.epoch = published.record.epoch
                 self._advance(staged, published.record.version)
+                if staged.folder is not None and not staging.is_here(self._store):
+                    self._store.disk.remove_tree(staged.folder)  # it was uploaded
             self._parent = None
             self._store.resumed = None
             return published.record
@@ -158,7 +160,7 @@ class Writer:
     def abort(self, staged: Staged) -> None:
         """Drop a staging. Harmless for one that was published. Never raises."""
         if staged.folder is not None:
-            staging.discard(staged.folder, self._store.disk, self._store.read_log)
+            staging.discard(staged.folder, self._store)
 
     def close(self) -> None:
         """Release the memory. The writer may be used again: it then reads the newest version anew."""
