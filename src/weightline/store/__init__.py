@@ -11,6 +11,7 @@ from weightline.store.catalog import Subscriber, TraceEvent
 from weightline.store.collect import CollectReport
 from weightline.store.leases import Lease
 from weightline.store.manifest import Blob, Manifest, TensorEntry
+from weightline.store.ranks import Rank, Receipt, Shard, commit_ranks
 from weightline.store.store import Recovered, Store
 from weightline.store.writer import Published, Staged, Writer
 
@@ -21,11 +22,15 @@ __all__ = [
     "Lease",
     "Manifest",
     "Published",
+    "Rank",
+    "Receipt",
     "Recovered",
+    "Shard",
     "Staged",
     "Store",
     "Subscriber",
     "TensorEntry",
     "TraceEvent",
     "Writer",
+    "commit_ranks",
 ]

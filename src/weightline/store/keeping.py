@@ -14,6 +14,7 @@ from weightline.errors import VersionGone
 from weightline.store import staging
 from weightline.store.collect import CollectReport, collect, explain
 from weightline.store.leases import Lease, Leases
+from weightline.store.ranks import sweep_receipts
 from weightline.store.writer import new_id
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ class Keeping:
 
     def sweep(self) -> list[str]:
         """Remove the stagings of dead processes of this host; gives their folders."""
-        return staging.sweep(self._store)
+        gone = staging.sweep(self._store)
+        sweep_receipts(self._store)
+        return gone
 
     # Index --------------------------------------------------------------------------------------------------

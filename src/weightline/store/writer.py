@@ -162,6 +162,12 @@ class Writer:
         if staged.folder is not None:
             staging.discard(staged.folder, self._store)
 
+    def head(self) -> tuple[int | None, Mapping[str, Bits]]:
+        """The newest version and its bits, which this writer holds. Do not change them."""
+        with self._lock:
+            self._follow()
+            return self._head, self._bits
+
     def close(self) -> None:
         """Release the memory. The writer may be used again: it then reads the newest version anew."""
         with self._lock:
