@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from s3_world import CONTAINER, FaultProxy
+from weightline.store.mirror import MirrorPlace
 from weightline.store.object import ObjectPlace
 from weightline.store.object_cache import BlobCache
 from weightline.store.object_url import ObjectUrl
@@ -16,7 +17,7 @@ from weightline.store.place import Place
 from weightline.store.place_local import LocalPlace
 from weightline.store.place_memory import MemoryPlace
 
-PLACES = ("local", "memory", "s3")
+PLACES = ("local", "memory", "s3", "mirror")
 
 
 @pytest.fixture
@@ -36,5 +37,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield LocalPlace(tmp_path / "root")
     elif request.param == "memory":
         yield MemoryPlace("test", tmp_path / "files")
+    elif request.param == "mirror":
+        yield MirrorPlace((tmp_path / "a", tmp_path / "b"), create=True)
     else:
         yield request.getfixturevalue("object_place")()

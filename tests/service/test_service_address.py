@@ -52,7 +52,9 @@ def test_targets_are_what_grpc_takes(url, target):
     "url",
     [
         "",
-        "s3://bucket/prefix",
+        "s3://",
+        "s3://key:secret@container/prefix",
+        "mirror:/only/one",
         "http://host/x",
         "grpc://host",
         "grpc://host:port",

@@ -14,23 +14,27 @@ from urllib.parse import quote, unquote, urlsplit
 from msgspec import Struct
 
 from weightline.errors import InvalidInput
+from weightline.store.opening import check_store_url, is_store_url
 
 SOCKET_NAME = "wl.sock"
 MAX_SOCKET_BYTES = 107
 """`sockaddr_un.sun_path` is 108 bytes on Linux, the closing NUL included (unix(7))."""
 
-FORMS = "unix:///path/wl.sock, grpc://host:port, file:///dir or a folder"
+FORMS = "unix:///path/wl.sock, grpc://host:port, file:///dir or a folder, s3://container/prefix, mirror:/a,/b"
 
 
 class Address(Struct, frozen=True):
-    """A parsed URL: `path` for unix and file, `host` and `port` for grpc."""
+    """A parsed URL: `path` for unix and file, `host` and `port` for grpc, `url` for other stores."""
 
-    scheme: Literal["unix", "grpc", "file"]
+    scheme: Literal["unix", "grpc", "file", "store"]
     path: Path = Path()
     host: str = ""
     port: int = 0
+    url: str = ""
 
     def __str__(self) -> str:
+        if self.scheme == "store":
+            return self.url
         if self.scheme == "grpc":
             return f"grpc://{_bracketed(self.host)}:{self.port}"
         return f"{self.scheme}://{self.path}"
@@ -51,11 +55,9 @@ def parse(url: str | Path) -> Address:
     scheme, colon, rest = text.partition(":")
     if isinstance(url, Path) or not colon or "/" in scheme:
         return Address("file", Path(text).expanduser().absolute())
-    if scheme == "s3":
-        raise InvalidInput(
-            f"{text}: s3:// stores are not in this version",
-            hint="use a folder, file:///dir or unix:///socket",
-        )
+    if is_store_url(text):
+        check_store_url(text)
+        return Address("store", url=text)
     if scheme in ("unix", "file"):
         return Address(scheme, _url_path(text, rest))  # type: ignore[arg-type]
     if scheme == "grpc":

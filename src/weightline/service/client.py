@@ -44,8 +44,8 @@ def connect(
     timeout: float = 5.0,
     commit_timeout: float = 120.0,
 ) -> Line:
-    """The line at `url`: `unix:///path/wl.sock`, `grpc://host:port` (a server on this host), `file:///dir` or
-    a folder (no server).
+    """The line at `url`: `unix:///path/wl.sock`, `grpc://host:port` (a server on this host), `file:///dir`,
+    a folder, `s3://container/prefix?endpoint=…` or `mirror:/one,/other` (no server).
 
     `name` makes this handle a subscriber that the server lists while it watches. A server that does not
     answer within `timeout` seconds is `Unavailable`; later, commits wait for one that is away up to
@@ -53,6 +53,8 @@ def connect(
     `InvalidInput` (the address; a store whose folder is not on this host).
     """
     address = parse(url)
+    if address.scheme == "store":
+        return DirectLine(Store.open(address.url))
     if address.scheme == "file":
         return DirectLine(Store.open(address.path))
     if address.scheme == "unix":

@@ -15,6 +15,7 @@ from weightline.core import ledger
 from weightline.core.ledger import VersionEntry
 from weightline.errors import FormatError, IntegrityError, Unavailable, WeightlineError
 from weightline.store import checkpoint, staging
+from weightline.store.mirror_repair import repair_mirror
 from weightline.store.place import Missing
 from weightline.store.reading import check_blob, remember
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def repair(store: Store) -> list[str]:
     """See `Store.repair`. Never raises for what it cannot mend: `verify` tells."""
-    done = [*_entries(store), *_index(store)]
+    done = [*repair_mirror(store.place), *_entries(store), *_index(store)]
     if store.log.hint() != store.state.seq:
         store.log.write_hint(store.state.seq)
         done.append(f"wrote the hint anew: entry {store.state.seq} is the newest")

@@ -38,6 +38,7 @@ from weightline.store.keeping import Keeping
 from weightline.store.leases import Leases
 from weightline.store.log import Log
 from weightline.store.manifest import MANIFEST, VERSIONS, Manifest, digest_of
+from weightline.store.mirror_repair import with_mirror
 from weightline.store.opening import is_store_url, place_of
 from weightline.store.place import Place
 from weightline.store.place_local import LocalPlace
@@ -124,7 +125,8 @@ class Store(Keeping):
     ) -> Store:
         """Open the store in the folder `root`, or make one there with `create`.
 
-        `root` may be a URL (`s3://…`, `mirror:…`, see `opening`). With `place` the store is there, and `root` is a folder of this host for stagings and the catalogue.
+        `root` may be a URL (`s3://…`, `mirror:…`, see `opening`). With `place` the store is there, and `root`
+        is a folder of this host for stagings and the catalogue.
         `run` is the run that the caller expects. `shard_nbytes` is the size above which anchors are written
         in shards; `on_step` hears of every durable step. Raises `StoreNotFound`, `FormatError` (another
         format), `ConflictError` (another run), `InvalidInput` (a place where no store can be). A damaged log
@@ -278,7 +280,7 @@ class Store(Keeping):
         """
         if repair:
             mend(self)
-        return verify(self, deep=deep)
+        return with_mirror(verify(self, deep=deep), self.place)
 
     def repair(self) -> list[str]:
         """Mend what can be: entries out of the index, the index and the hint out of the log, anchors out of
