@@ -11,8 +11,12 @@ import typer
 
 if TYPE_CHECKING:
     from weightline.service import Line
+    from weightline.store import Store
 
-STORE_HELP = "A store: its folder or a URL (unix:///…/wl.sock, file:///…). WEIGHTLINE_STORE is the default."
+STORE_HELP = (
+    "A store: its folder or a URL (unix:///…/wl.sock, file:///…, s3://…, mirror:/…,/…). "
+    "WEIGHTLINE_STORE is the default."
+)
 
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help=STORE_HELP, show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -28,9 +32,14 @@ EngineOption = Annotated[
 def opened(store: str, *, create: bool = False) -> Iterator[Line]:
     """The line behind a STORE argument, closed at the end. Raises `StoreNotFound` unless `create`."""
     from weightline.service import CheckpointEngine, connect
+    from weightline.store import Store
+    from weightline.store.opening import is_store_url
 
     line: Line
-    if create and "://" not in store and not store.startswith("unix:"):
+    if create and is_store_url(store):
+        Store.open(store, create=True).close()
+        line = connect(store)
+    elif create and "://" not in store and not store.startswith("unix:"):
         line = CheckpointEngine(storage_path=Path(store))
     else:
         line = connect(store)
@@ -38,6 +47,23 @@ def opened(store: str, *, create: bool = False) -> Iterator[Line]:
         yield line
     finally:
         line.close()
+
+
+@contextmanager
+def opened_store(store: str) -> Iterator[Store]:
+    """The store behind a STORE argument, served or not, closed at the end. Raises `StoreNotFound`."""
+    from weightline.store import Store
+    from weightline.store.opening import is_store_url
+
+    if is_store_url(store):
+        found = Store.open(store)
+    else:
+        with opened(store) as line:
+            found = Store.open(line.root)
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 def parse_pairs(pairs: list[str], option: str) -> dict[str, str]:

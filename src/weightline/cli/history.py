@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from weightline.cli.app import command
-from weightline.cli.arguments import JsonOption, StoreArgument, opened
+from weightline.cli.arguments import JsonOption, StoreArgument, opened, opened_store
 from weightline.cli.output import human_bytes, human_time, print_json, say, table
 from weightline.types import VersionRecord
 
@@ -137,11 +138,9 @@ def checkout(
 
     Example: weightline checkout ./ckpt 7 ./policy-7
     """
-    from weightline.store import Store
-
-    with opened(store) as line:
-        record = line.record(version)
-        Store.open(line.root).checkout(version, out)
+    with opened_store(store) as found:
+        record = found.record(version)
+        found.checkout(version, out)
     if json:
         print_json({"version": version, "label": record.label, "path": str(out), "digest": record.digest})
     else:
@@ -154,20 +153,27 @@ def verify(
     deep: Annotated[
         bool, typer.Option("--deep", help="Also rebuild every version and recompute every tensor's digest.")
     ] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended, then check.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Check a store like fsck: every entry, chain and digest. Exit code 0 only if it is whole.
 
+    With --repair, what another copy of the same bytes can mend is mended first: log entries out of the index,
+    anchors out of their chains, one half of a mirror out of the other. A half that is lost or replaced is
+    given up by that: when it was the one that decides about the log, the other does from then on.
+
     Example: weightline verify ./ckpt --deep
     """
     from weightline.errors import STATUS
-    from weightline.store import Store
 
-    with opened(store) as line:
-        report = Store.open(line.root).verify(deep=deep)
+    with opened_store(store) as found:
+        repaired = found.repair() if repair else []
+        report = found.verify(deep=deep)
     if json:
-        print_json(report)
+        print_json({**msgspec.to_builtins(report), "repaired": repaired})
     else:
+        for line in repaired:
+            say(f"repaired: {line}")
         for problem in report.problems:
             where = "" if problem.version is None else f"version {problem.version}: "
             say(f"{problem.kind}: {where}{problem.path}\n  hint: {problem.hint}")
