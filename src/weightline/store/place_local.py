@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _STALE = {errno.ESTALE, errno.ENOENT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
-_NEVER_MADE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_NEVER_MADE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, *_NO_LINKS}
 """After one of these the object is certainly not there, unless it can be seen."""
 
 T = TypeVar("T")
