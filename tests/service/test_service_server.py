@@ -423,7 +423,8 @@ def test_a_store_that_is_not_on_this_host_is_refused_by_name(server, root):
 
 
 FORKER = """
-import os, sys, numpy as np, weightline as wl
+import os, sys, warnings, numpy as np, weightline as wl
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, from 3.12 on
 with wl.connect(sys.argv[1]) as line:
     weights = {"w": np.zeros(4, np.float32)}
     line.commit(weights)
