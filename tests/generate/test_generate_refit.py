@@ -198,6 +198,56 @@ def test_generation_goes_on_while_a_refit_is_prepared(world: Any, monkeypatch: p
     verb(engine, "close", session)
 
 
+def test_a_version_that_changes_nothing_is_taken(world: Any) -> None:
+    engine, versions = world
+    full_to_1(engine, versions)
+    before = bits_of_everything(engine)
+    engine.pause("keep").result(60)
+    versions.refit(engine, versions.weights["v1"], label="v2", version=2)
+    engine.resume()
+    assert bits_of_everything(engine) == before
+    assert run(engine, PROMPT).weight_versions == spans(("v2", 0, 8))
+
+
+def test_persistent_buffers_are_weights_and_rope_tables_are_not(models: Any) -> None:
+    import torch
+
+    from weightline.generate import load_model
+    from weightline.generate.weights import LiveWeights
+
+    loaded = load_model(models("qwen3"), max_model_len=96)
+    loaded.module.model.register_buffer("scale", torch.ones(3))
+    weights = LiveWeights(loaded)
+    assert weights.windows["model.scale"].shape == (3,)
+    assert not any("inv_freq" in name for name in weights.windows)
+    covered = [w for name, w in weights.windows.items() if name != "model.scale"]
+    assert weights.uncovered(covered) == ["model.scale"]
+    assert weights.uncovered(weights.windows.values()) == []
+
+
+def test_experts_may_come_fused_or_one_by_one(models: Any, engines: Any, tmp_path: Path) -> None:
+    folder = models("qwen3_moe")
+    engine = engines(folder)
+    stem = "model.layers.1.mlp.experts"
+    assert {f"{stem}.gate_up_proj", f"{stem}.3.up_proj.weight"} <= set(engine.weights.windows)
+    windows = engine.weights.windows
+    parts = [w for name, w in windows.items() if name.startswith(stem + ".") and name.endswith(".weight")]
+    rest = [w for w in windows.values() if not w.owner.startswith(stem)]
+    assert engine.weights.uncovered([*rest, *parts]) == []
+    missing = engine.weights.uncovered([*rest, *parts[1:]])
+    assert missing == [parts[0].owner]
+    fused = engine.digests([f"{stem}.gate_up_proj"])[0]
+    assert fused[f"{stem}.gate_up_proj"] != engine.digests([f"{stem}.3.up_proj.weight"])[0]
+    versions = Versions(folder, tmp_path)
+    both = {**versions.weights["default"], f"{stem}.down_proj": _fused(versions.weights["default"], stem)}
+    with pytest.raises(RefitError, match=r"overlaps"):
+        engine.prepare(versions.order(both, label="v1", version=1))
+
+
+def _fused(weights: dict[str, Any], stem: str) -> Any:
+    return np.stack([weights[f"{stem}.{i}.down_proj.weight"] for i in range(4)])
+
+
 # What is refused.
 
 
