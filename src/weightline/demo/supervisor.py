@@ -226,6 +226,8 @@ class Demo:
         """Run `python -m MODULE ARGUMENTS...` as a child; commands of ours are asked for events."""
         command = ["-m", module, *map(str, arguments), *(["--json"] if module == "weightline" else [])]
         env = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMBA")}
+        # torch makes this folder, and leaves it there.
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(self.places.runtime / "torch")
         self.children.start(name, command, env=env)
         self.board.parts[name] = "starting"
 
