@@ -23,7 +23,7 @@ from weightline.demo.view import make_view
 from weightline.errors import InvalidInput, Unavailable, WeightlineError, from_dict
 
 MAX_MODEL_LEN = 256
-"""Prompt and output tokens of a request. With SmolLM2 an engine then takes 1.3 GB, not 2.6 GB as with 2048."""
+"""Prompt and output tokens of a request. A SmolLM2 engine then takes 1.3 GB, not 2.6 GB as with 2048."""
 AUDITED_REQUESTS = 24
 _FINISHING = ("model", "trainer", "audit")
 """Children that are meant to end by themselves, with exit code 0."""
