@@ -315,7 +315,7 @@ class Demo:
         try:
             self.board.phase = "stop"
             self.view.__exit__(kind, error, trace)
-            self._stop_children(2.0 if error is not None else 5.0)
+            self._stop_children(hurry=error is not None)
         finally:
             failed = isinstance(error, WeightlineError) or (
                 error is not None and not isinstance(error, Stopped)
@@ -328,15 +328,22 @@ class Demo:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
-    def _stop_children(self, grace: float) -> None:
-        """Those that use others first, so that nobody is left talking to a door that is gone."""
+    def _stop_children(self, *, hurry: bool) -> None:
+        """Those that use others first, so that nobody is left talking to a door that is gone; in a hurry, all
+        at once.
+        """
         self._stopped = [c.name for c in self.children if c.running]
-        names = [c.name for c in self.children]
-        followers = [n for n in names if n.startswith("follower-")]
         if self._probe is not None:
-            self._probe.close()
-        for group in (["model", "audit", "trainer", *followers], list(self.board.engines), ["server"]):
-            self.notes += self.children.stop(*group, grace=grace)
+            self._probe.stop()
+        engines = list(self.board.engines)
+        followers = [_follower(name) for name in engines]
+        groups = [["model", "audit", "trainer", *followers], engines, ["server"]]
+        if hurry:
+            groups = [[name for group in groups for name in group]]
+        for group in groups:
+            self.notes += self.children.stop(*group, grace=3.0 if hurry else 5.0)
+        if self._probe is not None:
+            self._probe.join()
 
     def account(self, stopped: Stopped) -> str:
         """What was done when a signal ended the demo, for people."""
@@ -348,7 +355,7 @@ class Demo:
         done = f"{len(self.board.records)} versions committed, {len(self.board.steps)} steps done"
         processes = ", ".join(self._stopped) or "nothing was running"
         notes = "".join(f"\n{note}" for note in self.notes)
-        return f"{stopped}: stopped {processes}; {done}; {where}{notes}"
+        return f"{stopped}: stopped {processes}\n{done}; {where}{notes}"
 
 
 def _follower(engine: str) -> str:
