@@ -439,8 +439,8 @@ def test_follow_over_a_server_and_past_its_death(engine, model, tmp_path):
 
 
 def test_what_follow_refuses(tmp_path, line):
-    with pytest.raises(InvalidInput, match="engine kind 'vllm' has no adapter") as error:
-        follow(str(line.root), "vllm=http://127.0.0.1:1", id="x")
+    with pytest.raises(InvalidInput, match="engine kind 'sglang' has no adapter") as error:
+        follow(str(line.root), "sglang=http://127.0.0.1:1", id="x")
     assert "embedded" in error.value.hint
     with pytest.raises(InvalidInput, match="'tgi' is unknown") as error:
         follow(str(line.root), "tgi=http://127.0.0.1:1", id="x")
