@@ -24,6 +24,7 @@ from weightline.codec.bitruns import (
     value_cost,
     value_r,
 )
+from weightline.codec.intrinsics import over
 
 ONES, RICE, EXCEPTIONS, PLAIN = 0, 1, 2, 3
 E_FAST, E_DENSE, E_RAW = 1, 2, 3
@@ -156,16 +157,16 @@ def find_classes(dense: Any, hits: Any, ones: Any, bits: Any, total: Any, cls: A
 
 
 @jit
-def rank_gaps(base: Any, pos: Any, n: Any, classes: Any, shift: Any, mask: Any, fill: Any, gaps: Any) -> None:
+def rank_gaps(contexts: Any, pos: Any, n: Any, classes: Any, fill: Any, gaps: Any) -> None:
     """Gaps in the rank space of each class, in class order: fill[c] is the first free place of class c."""
     seen = np.zeros(257, np.int64)
     i = np.int64(0)
     for j in range(n):
         stop = np.int64(pos[j])
         while i < stop:
-            seen[classes[context(base[i], shift, mask)]] += 1
+            seen[classes[contexts[i]]] += 1
             i += 1
-        c = classes[context(base[i], shift, mask)]
+        c = classes[contexts[i]]
         i += 1
         gaps[fill[c]] = seen[c]
         fill[c] += 1
@@ -224,11 +225,14 @@ def write_chunk(
 
 @jit
 def encode_chunk(
-    base: Any, new: Any, total: Any, pos: Any, was: Any, now: Any, is_float: Any, shift: Any, mask: Any, dense: Any,
-    scratch: Any, numbers: Any, out: Any, room: Any, chunk: Any, cls: Any, width: Any,
+    contexts: Any, raw: Any, total: Any, pos: Any, was: Any, now: Any, is_float: Any, shift: Any, mask: Any,
+    dense: Any, out: Any, chunk: Any, cls: Any, width: Any,
 ) -> Any:  # fmt: skip
-    """Sets `chunk` and `cls`; writes the coded bits to `out` (words) and returns their bytes; a raw chunk is
-    not written."""
+    """Sets `chunk` and `cls`; writes the coded bits to `out` (words); a raw chunk (where `raw` allows it) is
+    not written.
+
+    `was` and `now` are widened to uint64; `contexts` are those of the whole chunk (empty unless dense)."""
+    numbers, scratch = np.empty((2, pos.size + 8), np.uint32), np.empty((2, pos.size + 8), np.uint64)
     n = pos.size
     gaps, other = numbers[0], numbers[1]
     m, x = scratch[0], scratch[1]
@@ -250,7 +254,7 @@ def encode_chunk(
     if dense:
         stride = (total >> 16) | 1
         for i in range(0, total, stride):
-            everything[context(base[i], shift, mask)] += stride
+            everything[contexts[i]] += stride
     count = find_classes(dense, hits, ones, bits, everything, cls)
     maps = np.zeros(256, np.uint8)
     with_rest = np.full(256, min(count, 255), np.uint8)
@@ -272,7 +276,7 @@ def encode_chunk(
     total_bits = np.int64(0)
     if dense:
         fill[:] = start
-        rank_gaps(base, pos, n, with_rest, shift, mask, fill, gaps)
+        rank_gaps(contexts, pos, n, with_rest, fill, gaps)
     else:
         gaps[0] = pos[0]
         for j in range(1, n):
@@ -283,11 +287,11 @@ def encode_chunk(
             cls[c, K_K], b = gap_k(gaps[start[c] :], cls[c, K_N])
             total_bits += b
         total_bits += choose_values(m[start[c] :], cls[c, K_N], cls[c], x, other, width)
-    if new and total_bits >= total * width:
+    if raw and total_bits >= total * width:
         chunk[T_ENCODING] = E_RAW
         chunk[T_NBYTES] = total * (width // 8)
         return chunk[T_NBYTES]
-    for w in range(min((total_bits + 63) // 64 + 2, room)):
+    for w in range(min((total_bits + 63) // 64 + 2, out.size)):
         out[w] = U64(0)
     bit = write_chunk(out, now, n, dense, chunk, cls, count, maps, of, gaps, m, sign, x, other, width)
     chunk[T_ENCODING] = E_DENSE if dense else E_FAST
@@ -297,9 +301,7 @@ def encode_chunk(
 
 
 @jit
-def find_ranks(
-    base: Any, shift: Any, mask: Any, maps: Any, count: Any, fill: Any, end: Any, gaps: Any, pos: Any
-) -> Any:
+def find_ranks(contexts: Any, maps: Any, count: Any, fill: Any, end: Any, gaps: Any, pos: Any) -> Any:
     """Positions of a dense chunk: counts each class down to its next hit. Returns their number."""
     left = np.full(257, NEVER, np.int64)
     for c in range(count):
@@ -307,8 +309,8 @@ def find_ranks(
             left[c] = np.int64(gaps[fill[c]]) + 1
             fill[c] += 1
     hits = np.int64(0)
-    for i in range(base.size):
-        c = maps[context(base[i], shift, mask)]
+    for i in range(contexts.size):
+        c = maps[contexts[i]]
         left[c] -= 1
         if left[c] == 0:
             pos[hits] = i
@@ -368,18 +370,17 @@ def get_class(
 
 @jit
 def decode_chunk(
-    base: Any, words: Any, bits: Any, chunk: Any, cls: Any, is_float: Any, shift: Any, mask: Any,
-    scratch: Any, numbers: Any, sign: Any, pos: Any, was: Any, now: Any, width: Any,
+    contexts: Any, total: Any, words: Any, bits: Any, chunk: Any, cls: Any, scratch: Any, numbers: Any,
+    sign: Any, maps: Any, start: Any, end: Any, pos: Any, width: Any,
 ) -> Any:  # fmt: skip
-    """Returns the hits, -1: the bits are damaged, -2: they do not belong to this base."""
-    total = base.size
+    """Positions, and sizes and signs in class order. Returns the hits, -1: damaged bits, -2: not of this
+    base."""
     count = chunk[T_CLASSES]
     gaps, other = numbers[0], numbers[1]
     m, x = scratch[0], scratch[1]
     if count < 1 or count > 256:
         return np.int64(-1)
-    maps = np.full(256, 255 if count > 255 else count, np.int64)
-    start, end = np.zeros(257, np.int64), np.zeros(257, np.int64)
+    maps[:] = 255 if count > 255 else count
     n = np.int64(0)
     low = np.int64(0)
     for c in range(count):
@@ -411,7 +412,7 @@ def decode_chunk(
             at = get_gaps(words, at, bits, gaps[start[c] :], cls[c, K_N], cls[c, K_K])
             if at < 0:
                 return at
-        if find_ranks(base, shift, mask, maps, count, start.copy(), end, gaps, pos) != n:
+        if find_ranks(contexts, maps, count, start.copy(), end, gaps, pos) != n:
             return np.int64(-2)
     for c in range(count):
         at = get_class(words, at, bits, cls[c], m[start[c] :], sign[start[c] :], x, other, width)
@@ -419,19 +420,38 @@ def decode_chunk(
             return at
     if bits - at >= 8:
         return np.int64(-1)
+    return n
+
+
+@jit
+def finish_chunk(
+    address: Any, total: Any, n: Any, count: Any, is_float: Any, shift: Any, mask: Any, m: Any, sign: Any,
+    maps: Any, start: Any, end: Any, pos: Any, was: Any, now: Any, width: Any,
+) -> Any:  # fmt: skip
+    """Old bits at the positions, and new bits from sizes and signs. Returns 0, -2: they do not belong to
+    this base."""
+    base = over(address, total, was.dtype)
+    full = ~U64(0) >> U64(64 - width)
     for j in range(n):
         u = base[pos[j]]
         was[j] = u
         c = maps[context(u, shift, mask)]
         if c >= count or start[c] >= end[c]:
-            return np.int64(-2)
+            return -2
         t = start[c]
         start[c] += 1
         if sign[t] == 2:
             now[j] = m[t]
         else:
-            size = U64(m[t]) + U64(1)
-            o = order(u, is_float, width)
-            full = ~U64(0) >> U64(64 - width)
+            o = order(U64(u), is_float, width)
+            size = m[t] + U64(1)
             now[j] = disorder((o - size if sign[t] else o + size) & full, is_float, width)
-    return n
+    return 0
+
+
+@jit
+def contexts_of(address: Any, count: Any, shift: Any, mask: Any, out: Any, like: Any) -> None:
+    """The context of every element of a chunk."""
+    base = over(address, count, like.dtype)
+    for i in range(count):
+        out[i] = (base[i] >> shift) & mask

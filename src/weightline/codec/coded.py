@@ -36,7 +36,7 @@ from weightline.codec.coding import (
 )
 from weightline.codec.container import INDEX, Mapped, broken, header_nbytes, pack_index, write_streams
 from weightline.codec.delta import Delta, Source, Subset, TensorChange, check_change
-from weightline.codec.diffing import by_dtype
+from weightline.codec.diffing import by_dtype, sum_lanes
 from weightline.codec.dtypes import SUPPORTED, Bits, bits_dtype, bits_of, count_of, spec_of, width_of
 from weightline.codec.scanned import Scanned
 from weightline.codec.tables import pack, unpack
@@ -271,15 +271,14 @@ class CodedFile:
         wanted = E_DENSE if self.level == "dense" else E_FAST
         if np.isin(chunks[:, T_ENCODING], [E_DENSE + E_FAST - wanted]).any():
             raise self._broken(f"a chunk is not of level {self.level}")
-        self._first: dict[str, tuple[int, int, int]] = {}
-        at, data_at, class_at = 0, 0, 0
+        self._first: dict[str, int] = {}
+        at = 0
         ends = np.concatenate([[0], np.cumsum(chunks[:, T_NBYTES])])
         class_ends = np.concatenate([[0], np.cumsum(chunks[:, T_CLASSES])])
         for name, count in counts.items():
-            self._first[name] = (at, count, 0)
+            self._first[name] = at
             at += count
         self._offsets, self._class_offsets = ends, class_ends
-        del data_at, class_at
         return chunks, classes
 
     def measure(self, base: int | None, version: int | None) -> int:  # noqa: ARG002
@@ -304,7 +303,7 @@ class CodedFile:
             pieces, chunk_ids = [], []
             for at in ordinals:
                 old, width = bits[specs[at].name], width_of(dtype)
-                first, count, _ = self._first[specs[at].name]
+                first, count = self._first[specs[at].name], -(-old.size // size)
                 address = address_of(old)
                 for k in range(count):
                     start = k * size
@@ -323,13 +322,46 @@ class CodedFile:
 
         def work(job: tuple[str, list[Piece], Rows, Rows]) -> Segment:
             dtype, batch, chunks, classes = job
-            counts = np.array([piece.elements for piece in batch])
-            if (hits_of(chunks, classes, counts) > counts).any():
-                raise self._broken("a chunk declares more changes than it has elements")
+            self._check_hits(chunks, classes, batch)
             where = f"delta file {self.path}"
             return decode(batch, bits_dtype(dtype), kind_of(dtype), chunks, classes, where)
 
         return list(backend.map_ordered(work, jobs))
+
+    def decode_one(self, name: str, k: int, old: Bits) -> Segment | None:
+        """The changes of the k-th chunk of a tensor, given its old bits; None when it has none."""
+        at = self._first[name] + k
+        if self._chunks[at, T_ENCODING] == E_NONE:
+            return None
+        coded = address_of(self._data) + int(self._offsets[at])
+        piece = Piece(0, k << self.index.chunk_log2, old.size, address_of(old), coded)
+        spec = self.specs[name]
+        chunks, classes = self._chunks[at : at + 1], self._classes_of([at])
+        self._check_hits(chunks, classes, [piece])
+        where = f"delta file {self.path}"
+        return decode([piece], bits_dtype(spec.dtype), kind_of(spec.dtype), chunks, classes, where)
+
+    def _check_hits(self, chunks: Rows, classes: Rows, pieces: list[Piece]) -> None:
+        counts = np.array([piece.elements for piece in pieces])
+        if (hits_of(chunks, classes, counts) > counts).any():
+            raise self._broken("a chunk declares more changes than it has elements")
+
+    def check_base(self, before: Mapping[str, str]) -> None:
+        """Compare digests of old tensors with what the file is against. Raises `IntegrityError`."""
+        for name, found in before.items():
+            if bytes.fromhex(found)[:CHECK] != self.records[name].base_check:
+                raise _foreign(name, found)
+        if len(before) == len(self.records) and hash_digests(before) != self.index.base_check:
+            raise _foreign(next(iter(before), ""), "another")
+
+    def check_digests(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+        """Compare digests before and after with those of the file. Raises `IntegrityError`."""
+        self.check_base(before)
+        for name, found in after.items():
+            if bytes.fromhex(found)[:CHECK] != self.records[name].check:
+                raise _wrong(self, name)
+        if len(after) == len(self.records) and hash_digests(after) != self.index.check:
+            raise _wrong(self, next(iter(after), ""))
 
     def _classes_of(self, ids: list[int]) -> Rows:
         parts = [self._classes[self._class_offsets[i] : self._class_offsets[i + 1]] for i in ids]
@@ -375,29 +407,15 @@ def decoded_source(source: Source, base: Mapping[str, Any], digests: Mapping[str
     bits = _base_bits(source, base)
     carried = {} if digests is None else {name: digests[name] for name in names if name in digests}
     before = {name: carried.get(name) or digest.digest_of(bits[name]) for name in names}
-    for name in names:
-        if bytes.fromhex(before[name])[:CHECK] != file.records[name].base_check:
-            raise _foreign(name, before[name])
-    complete = len(names) == len(file.records)
-    if complete and hash_digests(before) != file.index.base_check:
-        raise _foreign(names[0] if names else "", "another")
+    file.check_base(before)
     segments = file.decode(names, bits)
-    gains = _gains(segments)
+    gains = sum_lanes(segments)
     after = {}
     for at, name in enumerate(names):
         after[name] = digest.render(digest.parse(before[name]) + gains[at]) if at in gains else before[name]
-        if bytes.fromhex(after[name])[:CHECK] != file.records[name].check:
-            raise _wrong(file, name)
-    if complete and hash_digests(after) != file.index.check:
-        raise _wrong(file, names[0] if names else "")
+    file.check_digests(before, after)
     specs = [source.specs[name] for name in names]
     return Scanned(specs, segments, {name: (before[name], after[name]) for name in names})
-
-
-def _gains(segments: list[Segment]) -> dict[int, Any]:
-    from weightline.codec.diffing import sum_lanes
-
-    return sum_lanes(segments)
 
 
 def _foreign(name: str, found: str) -> IntegrityError:

@@ -9,19 +9,19 @@ whole batch is one call.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import types as nt
 
 from weightline.codec.bitruns import U64, jit
-from weightline.codec.chunkcode import E_RAW, decode_chunk, encode_chunk
+from weightline.codec.chunkcode import E_DENSE, E_RAW, contexts_of, decode_chunk, encode_chunk, finish_chunk
 from weightline.codec.intrinsics import over
 
 Array = npt.NDArray[Any]
-R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS, R_FIELDS = range(7)
-_UINT = {1: nt.uint8, 2: nt.uint16, 4: nt.uint32, 8: nt.uint64}
+R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS = range(6)
+MAX_CLASSES = 256
 
 # Constants of the two digest lanes: first 8 bytes (big-endian) of SHA-256("weightline digest lane <l>
 # <letter>"),
@@ -181,113 +181,6 @@ def _cast(master: Any, shadow: Any, pos: Any, was: Any, now: Any) -> Any:
     return hits
 
 
-@jit
-def _encode(
-    rows: Any, pos: Any, was: Any, now: Any, is_float: Any, shift: Any, mask: Any, dense: Any,
-    chunks: Any, classes: Any, raw: Any, sizes: Any,
-) -> Any:  # fmt: skip
-    width = was.itemsize * 8
-    most = np.int64(0)
-    for r in range(len(rows)):
-        most = max(most, rows[r, R_HITS])
-    scratch = np.empty((2, most + 8), was.dtype)
-    numbers = np.empty((2, most + 8), np.uint32)
-    words = np.empty(most * 12 + 64, np.uint64)
-    at = np.int64(0)
-    used = np.int64(0)
-    sizes[0] = 0
-    sizes[1] = 0
-    for r in range(len(rows)):
-        row = rows[r]
-        total = row[R_COUNT]
-        if at + total * was.itemsize + total // 8 + 64 > raw.size or used + 256 > len(classes):
-            return r
-        chunks[r, :] = 0
-        if row[R_HITS] == 0:
-            continue
-        a, b = row[R_OFFSET], row[R_OFFSET] + row[R_HITS]
-        base = over(row[R_OLD], total, was.dtype)
-        # A chunk costs at most one bit an element more than its raw bits: that many words are always enough.
-        need = (total * was.itemsize + total // 8) // 8 + 16
-        if words.size < need:
-            words = np.empty(need, np.uint64)
-        nbytes = encode_chunk(
-            base, row[R_NEW] != 0, total, pos[a:b], was[a:b], now[a:b], is_float, shift, mask, dense,
-            scratch, numbers, words, words.size, chunks[r], classes[used:], width,
-        )  # fmt: skip
-        if chunks[r, 0] == E_RAW:
-            source = over(row[R_NEW], nbytes, np.uint8)
-            for i in range(nbytes):
-                raw[at + i] = source[i]
-        else:
-            for i in range(nbytes):
-                raw[at + i] = np.uint8((words[i >> 3] >> U64(8 * (i & 7))) & U64(255))
-        used += chunks[r, 2]
-        at += nbytes
-        sizes[0] = at
-        sizes[1] = used
-    return len(rows)
-
-
-@jit
-def _decode(
-    rows: Any, chunks: Any, classes: Any, is_float: Any, shift: Any, mask: Any, longest: Any,
-    pos: Any, was: Any, now: Any, lanes: Any,
-) -> Any:  # fmt: skip
-    width = was.itemsize * 8
-    most = np.int64(0)
-    for r in range(len(rows)):
-        most = max(most, rows[r, R_COUNT])
-    scratch = np.empty((2, most + 8), was.dtype)
-    numbers = np.empty((2, most + 8), np.uint32)
-    sign = np.empty(most + 8, np.uint8)
-    words = np.empty(longest // 8 + 4, np.uint64)
-    at = np.int64(0)
-    used = np.int64(0)
-    for r in range(len(rows)):
-        row = rows[r]
-        total, nbytes, hits = row[R_COUNT], chunks[r, 3], np.int64(0)
-        base = over(row[R_OLD], total, was.dtype)
-        if chunks[r, 0] == E_RAW:
-            if at + total > pos.size:
-                return r
-            if nbytes != total * was.itemsize:
-                return -1 - r
-            # Coded bytes lie at any offset: copied before they are read as elements.
-            for w in range((nbytes + 7) // 8):
-                words[w] = U64(0)
-            source = over(row[R_NEW], nbytes, np.uint8)
-            for i in range(nbytes):
-                words[i >> 3] |= U64(source[i]) << U64(8 * (i & 7))
-            hits = _scan_chunk(base, words.view(was.dtype)[:total], pos[at:], was[at:], now[at:])
-        elif chunks[r, 0] != 0:
-            bound = np.int64(0)
-            for c in range(chunks[r, 2]):
-                bound += classes[used + c, 2]
-            if at + bound > pos.size:
-                return r
-            source = over(row[R_NEW], nbytes, np.uint8)
-            for w in range(nbytes // 8 + 3):
-                words[w] = U64(0)
-            for i in range(nbytes):
-                words[i >> 3] |= U64(source[i]) << U64(8 * (i & 7))
-            hits = decode_chunk(
-                base, words, nbytes * 8, chunks[r], classes[used:], is_float, shift, mask,
-                scratch, numbers, sign, pos[at:], was[at:], now[at:], width,
-            )  # fmt: skip
-            if hits == -1:
-                return -1 - r
-            if hits < 0:
-                return -(np.int64(1) << 40) - r
-            used += chunks[r, 2]
-        row[R_OFFSET] = at
-        row[R_HITS] = hits
-        end = at + hits
-        _digest_moves(row[R_START], pos[at:end], was[at:end], now[at:end], lanes[r])
-        at = end
-    return len(rows)
-
-
 def _at(array: Array) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
@@ -321,15 +214,123 @@ def cast(master: Array, shadow: Array, pos: Array, was: Array, now: Array) -> in
     return int(_cast(master, shadow, pos, was, now))
 
 
+def _contexts(row: Array, kind: tuple[int, int, int], like: Array) -> Array:
+    out = np.empty(int(row[R_COUNT]), np.uint8)
+    contexts_of(int(row[R_OLD]), out.size, like.dtype.type(kind[1]), like.dtype.type(kind[2]), out, like[:0])
+    return out
+
+
 def encode(
     rows: Array, pos: Array, was: Array, now: Array, kind: tuple[int, int, int], dense: bool,
     chunks: Array, classes: Array, out: Array, sizes: Array,
 ) -> int:  # fmt: skip
-    return int(_encode(rows, pos, was, now, *kind, int(dense), chunks, classes, out.view(np.uint8), sizes))
+    raw = out.view(np.uint8)
+    none = np.empty(0, np.uint8)
+    at, used = 0, 0
+    for r, row in enumerate(rows):
+        total, first = int(row[R_COUNT]), int(row[R_OFFSET])
+        worst = total * was.itemsize + total // 8 + 64
+        if at + worst > raw.size or used + MAX_CLASSES > len(classes):
+            sizes[:] = at, used
+            return r
+        chunks[r] = 0
+        if row[R_HITS]:
+            last = first + int(row[R_HITS])
+            words = np.empty(worst // 8 + 16, np.uint64)
+            encode_chunk(
+                _contexts(row, kind, was) if dense else none, int(row[R_NEW] != 0), total, pos[first:last],
+                was[first:last].astype(np.uint64), now[first:last].astype(np.uint64), *kind, int(dense),
+                words, chunks[r], classes[used:], was.itemsize * 8,
+            )  # fmt: skip
+            nbytes = int(chunks[r, 3])
+            if chunks[r, 0] == E_RAW:
+                raw[at : at + nbytes] = np.frombuffer(ctypes.string_at(int(row[R_NEW]), nbytes), np.uint8)
+            else:
+                raw[at : at + nbytes] = words.view(np.uint8)[:nbytes]
+            at, used = at + nbytes, used + int(chunks[r, 2])
+    sizes[:] = at, used
+    return len(rows)
+
+
+def _decode_row(
+    row: Array, chunk: Array, classes: Array, kind: tuple[int, int, int], pos: Array, was: Array, now: Array
+) -> int:
+    """One chunk. Returns its hits, -1: damaged, -2: not of this base."""
+    total, nbytes = int(row[R_COUNT]), int(chunk[3])
+    data = ctypes.string_at(int(row[R_NEW]), nbytes)
+    if chunk[0] == E_RAW:
+        if nbytes != total * was.itemsize:
+            return -1
+        old = np.frombuffer(ctypes.string_at(int(row[R_OLD]), nbytes), was.dtype)
+        return int(_scan_chunk(old.copy(), np.frombuffer(data, was.dtype).copy(), pos, was, now))
+    words = np.frombuffer(data + bytes(-nbytes % 8 + 24), np.uint64).copy()
+    bound = int(classes[: int(chunk[2]), 2].sum())
+    if not 0 <= bound <= total:
+        return -1
+    scratch, numbers = np.empty((2, bound + 8), np.uint64), np.empty((2, bound + 8), np.uint32)
+    sign, maps = np.empty(bound + 8, np.uint8), np.empty(256, np.int64)
+    start, end = np.zeros(257, np.int64), np.zeros(257, np.int64)
+    contexts = _contexts(row, kind, was) if chunk[0] == E_DENSE else np.empty(0, np.uint8)
+    width = was.itemsize * 8
+    hits = int(
+        decode_chunk(
+            contexts,
+            total,
+            words,
+            nbytes * 8,
+            chunk,
+            classes,
+            scratch,
+            numbers,
+            sign,
+            maps,
+            start,
+            end,
+            pos,
+            width,
+        )
+    )
+    if hits < 0:
+        return hits
+    bad = finish_chunk(
+        int(row[R_OLD]),
+        total,
+        hits,
+        int(chunk[2]),
+        *kind,
+        scratch[0],
+        sign,
+        maps,
+        start,
+        end,
+        pos,
+        was,
+        now,
+        width,
+    )
+    return hits if bad == 0 else -2
 
 
 def decode(
     rows: Array, chunks: Array, classes: Array, kind: tuple[int, int, int], longest: int,
     pos: Array, was: Array, now: Array, lanes: Array,
 ) -> int:  # fmt: skip
-    return int(_decode(rows, chunks, classes, *kind, longest, pos, was, now, lanes))
+    del longest
+    at, used = 0, 0
+    for r, row in enumerate(rows):
+        hits = 0
+        if chunks[r, 0] != 0:
+            bound = int(
+                row[R_COUNT] if chunks[r, 0] == E_RAW else classes[used : used + chunks[r, 2], 2].sum()
+            )
+            if at + bound > pos.size:
+                return r
+            hits = _decode_row(row, chunks[r], classes[used:], kind, pos[at:], was[at:], now[at:])
+            if hits < 0:
+                return -1 - r if hits == -1 else -(1 << 40) - r
+            used += int(chunks[r, 2])
+        row[R_OFFSET], row[R_HITS] = at, hits
+        end = at + hits
+        _digest_moves(np.uint64(row[R_START]), pos[at:end], was[at:end], now[at:end], lanes[r])
+        at = end
+    return len(rows)
