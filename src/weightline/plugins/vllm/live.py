@@ -98,7 +98,7 @@ class LiveWeights:
     def _open(self, model: Any, traced: trace.Trace) -> dict[str, str]:
         """A `Live` for every parameter that a loader writes to, and why some may not be written directly."""
         refusals = dict(traced.opaque)
-        modules = proof.modules_of(model)
+        modules, derived = proof.modules_of(model), proof.derived(model)
         by_key = {key: (address, data) for address, (key, data) in trace.storages(model).items()}
         for key in {box.parameter for boxes in traced.boxes.values() for box in boxes}:
             address, data = by_key[key]
@@ -109,7 +109,7 @@ class LiveWeights:
                 continue
             for _, module, attribute in modules.get(address, []):
                 live.packing = live.packing or packing.learn(module, attribute)
-                reason = proof.why_not_alive(module, attribute)
+                reason = derived.get(id(module), "") or proof.why_not_alive(module, attribute)
                 if reason:
                     refusals.setdefault(key, reason)
         return refusals

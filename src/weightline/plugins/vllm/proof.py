@@ -144,3 +144,31 @@ def _routed(
 ) -> torch.Tensor:
     answer: torch.Tensor = method.apply(module, x.clone(), scores, chosen, None, None)
     return answer
+
+
+def derived(model: torch.nn.Module) -> dict[int, str]:
+    """Modules (by id) whose weights another module turned into tensors of its own after loading, and who did.
+
+    Absorbed MLA is the example: the attention keeps products of `kv_b_proj`'s weight as plain attributes, and
+    never looks at the weight again while `kv_b_proj` itself still does. A tensor that is neither parameter nor
+    buffer, of two dimensions or more, makes every module below its owner suspect.
+    """
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*model.parameters(), *model.buffers())
+        if not tensor.is_meta
+    }
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for holder in (module, getattr(module, "impl", None), getattr(module, "quant_method", None)):
+            for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.is_floating_point()
+                    and value.ndim >= 2
+                    and value.untyped_storage().data_ptr() not in own
+                ):
+                    reason = f"{type(module).__name__} {path} keeps {name}, derived after loading"
+                    for below in module.modules():
+                        found.setdefault(id(below), reason)
+    return found
