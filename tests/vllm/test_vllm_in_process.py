@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,23 @@ def test_three_refits_equal_a_fresh_load_and_step_back(
     for number in (1, 3):
         with loaded(with_weights(folder, versions[number]), dtype=dtype) as fresh:
             assert differing(state(fresh.model), seen[number]) == []
+
+
+@pytest.mark.soak
+def test_smollm2_takes_three_refits(runtime: Path, with_weights: Any) -> None:
+    """A real model; its folder is named by WEIGHTLINE_SMOLLM2."""
+    folder = Path(os.environ["WEIGHTLINE_SMOLLM2"])
+    versions = [read_folder(folder)]
+    for seed in (1, 2, 3):
+        versions.append(nudged(versions[-1], seed, 0.002))
+    with loaded(folder) as live:
+        driver = Driver(live.engine, runtime)
+        driver.refit(codec.full(versions[1]), 1, None)
+        for number in (2, 3):
+            driver.refit(codec.diff(versions[number - 1], versions[number]), number, number - 1)
+        seen = state(live.model)
+    with loaded(with_weights(folder, versions[3])) as fresh:
+        assert differing(state(fresh.model), seen) == []
 
 
 def test_a_vocabulary_that_is_padded_keeps_its_padding(

@@ -35,7 +35,7 @@ class Loaded:
 _world: list[Path] = []
 
 
-def _groups() -> None:
+def groups() -> None:
     """vLLM's distributed state: the world once a process, the groups anew for every model (experts need one
     of their own)."""
     from vllm.distributed import (
@@ -74,7 +74,7 @@ def loaded(folder: Path, *, dtype: str = "float32", backend: str | None = "weigh
     from vllm.model_executor.model_loader import get_model
 
     with set_current_vllm_config(config):
-        _groups()
+        groups()
         model = get_model(vllm_config=config)
         engine = None
         if backend is not None:

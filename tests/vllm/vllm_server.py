@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,46 @@ class Server:
         answer.raise_for_status()
         return dict(answer.json()["choices"][0])
 
+    def stream(
+        self,
+        prompt: list[int],
+        count: int,
+        *,
+        mode: str = "tokens",
+        on_chunk: Callable[[int], None] | None = None,
+    ) -> dict[str, Any]:
+        """One streamed request to its end: all tokens, and what its last chunk said.
+
+        `on_chunk` is called with the number of chunks so far."""
+        body = {
+            "model": "m",
+            "token_ids": prompt,
+            "stream": True,
+            "output_mode": mode,
+            "sampling_params": {"max_tokens": count, "temperature": 0, "ignore_eos": True},
+        }
+        tokens: list[int] = []
+        last: dict[str, Any] = {}
+        early = chunks = 0
+        with (
+            httpx.Client(timeout=300.0, trust_env=False) as client,
+            client.stream("POST", f"{self.url}/inference/v1/generate", json=body) as response,
+        ):
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line[6:]).get("choices", []):
+                    early += bool(last.get("weight_versions"))
+                    tokens += choice.get("token_ids") or []
+                    last = choice
+                chunks += 1
+                if on_chunk is not None:
+                    on_chunk(chunks)
+        return {**last, "token_ids": tokens, "prompt": prompt, "spans_before_the_last_chunk": early}
+
+    def paused(self) -> bool:
+        return bool(self.get("/is_paused")["is_paused"])
+
     def prefix_hits(self) -> int:
         """Tokens served from cached prefixes since the start."""
         text = httpx.get(self.url + "/metrics", timeout=60.0, trust_env=False).text
@@ -129,8 +170,8 @@ class Server:
 class World:
     """A store, a server, and the follower between them."""
 
-    def __init__(self, root: Path, server: Server, base: dict[str, torch.Tensor]) -> None:
-        self.root, self.server = root, server
+    def __init__(self, root: Path, server: Server, base: dict[str, torch.Tensor], *, query: str = "") -> None:
+        self.root, self.server, self.query = root, server, query
         self.engine = weightline.CheckpointEngine(storage_path=str(root / "store"))
         self.engine.start()
         self.line = connect(f"file://{root / 'store'}")
@@ -139,8 +180,9 @@ class World:
         self.events: list[dict[str, Any]] = []
         self._open: list[Callable[[], None]] = []
 
-    def port(self, holder: str = "follower-1", **options: Any) -> VllmEngine:
-        port = VllmEngine(self.server.url, holder=holder, **options)
+    def port(self, holder: str = "follower-1", *, query: str | None = None, **options: Any) -> VllmEngine:
+        url = self.server.url + (self.query if query is None else query)
+        port = VllmEngine(url, holder=holder, **options)
         self._open.append(port.close)
         return port
 
@@ -170,6 +212,29 @@ class World:
                 raise TimeoutError(f"engine serves {live}; events: {self.events[-3:]}")
             time.sleep(min(delay, 0.2))
 
+    @contextlib.contextmanager
+    def follow_process(self) -> Iterator[subprocess.Popen[bytes]]:
+        """`weightline follow` itself, killed at the end."""
+        options = "&".join(filter(None, (self.query.removeprefix("?"), "session_timeout=1")))
+        command = [sys.executable, "-W", "ignore", "-m", "weightline", "follow", str(self.root / "store")]
+        command += ["--engine", f"vllm={self.server.url}?{options}", "--id", "follow"]
+        command += ["--runtime-dir", str(self.root / "runtime")]
+        with (self.root / "follow.log").open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def follow_process_to(self, process: subprocess.Popen[bytes], version: int) -> None:
+        """Wait until the engine, which `process` follows, serves `version` or a newer one."""
+        label, deadline = self.label_of(version), time.monotonic() + 90
+        while self.server.get("/weight_info")["weight_version"] != label or self.server.paused():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"follow: {(self.root / 'follow.log').read_text()[-3000:]}")
+            time.sleep(0.02)
+
     def label_of(self, version: int) -> str:
         return self.line.record(version).label
 
@@ -195,7 +260,7 @@ class Traffic:
         while not self._stop.is_set():
             turn += 1
             prompt = [1 + (number * 31 + turn * 7 + i) % 400 for i in range(4 + number)]
-            self.answers.append(self.server.generate(prompt, self.count))
+            self.answers.append({"prompt": prompt, **self.server.generate(prompt, self.count)})
 
     @property
     def tokens(self) -> int:
@@ -208,6 +273,33 @@ class Traffic:
             future.result()
         self._pool.shutdown()
         return self.answers
+
+
+def rollout_line(run: str, answer: dict[str, Any], *, kv_kept: bool) -> dict[str, Any]:
+    """One answer as a line of a rollout file (docs/rollout-file.md).
+
+    Whose weights computed the keys and values follows from how the follower pauses: all recomputed by the
+    newest version at each boundary, or left as each version computed them (the last token before a boundary
+    is fed back, so computed, by the version after it).
+    """
+    found, prompt, total = answer["weight_versions"], len(answer["prompt"]), len(answer["token_ids"])
+    kv, again = [], []
+    if kv_kept:
+        starts = [0, *(span["start"] + prompt - 1 for span in found[1:]), prompt + total - 1]
+        for span, start, end in zip(found, starts[:-1], starts[1:], strict=True):
+            kv.append({"version": span["version"], "start": start, "end": end})
+    else:
+        kv.append({"version": found[-1]["version"], "start": 0, "end": prompt + total - 1})
+        again = [span["start"] for span in found[1:]]
+    choice = {"token_ids": answer["token_ids"], "finish_reason": answer["finish_reason"]}
+    choice |= {"weight_versions": found, "kv_weight_versions": kv, "kv_recomputed_at": again}
+    return {
+        "run": run,
+        "request_id": f"r{id(answer)}",
+        "prompt_token_ids": answer["prompt"],
+        "sampling": {"temperature": 0.0},
+        "choices": [choice],
+    }
 
 
 def _free_port() -> int:

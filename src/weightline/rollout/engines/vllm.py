@@ -30,7 +30,8 @@ class VllmEngine:
     """`EnginePort` on a vLLM server at `url` ("http://host:port", "http://host:port?kv=keep").
 
     `kv=recompute` (default): running requests recompute their KV under the new weights. `kv=keep`: they keep
-    the KV that older weights computed; only for a server without prefix caching.
+    the KV that older weights computed; only for a server without prefix caching. `session_timeout=SECONDS`:
+    silence after which the engine itself ends a refit.
     """
 
     def __init__(
@@ -39,17 +40,23 @@ class VllmEngine:
         *,
         holder: str,
         timeout: float | None = None,
-        session_timeout: float = SESSION_TIMEOUT,
+        session_timeout: float | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """`holder` names this follower process. `timeout` (seconds) bounds each call. Raises `InvalidInput`
         for a URL that is none."""
         self.wire = VllmWire(url, holder=holder, timeout=timeout, transport=transport)
         self.holder = holder
-        self.session_timeout = session_timeout
+        self.session_timeout = session_timeout or self._seconds(url, "session_timeout", SESSION_TIMEOUT)
         self.kv = self.wire.options.get("kv", "recompute")
         if self.kv not in ("recompute", "keep"):
             raise InvalidInput(f"engine URL {url!r}: kv={self.kv}", hint="use kv=recompute or kv=keep")
+        unknown = self.wire.options.keys() - {"kv", "session_timeout"}
+        if unknown:
+            raise InvalidInput(
+                f"engine URL {url!r}: unknown option {', '.join(sorted(unknown))}",
+                hint="the options are kv and session_timeout",
+            )
         self._instance = ""
         self._tensors: tuple[TensorSpec, ...] = ()
         self._aliases: dict[str, str] = {}
@@ -58,6 +65,16 @@ class VllmEngine:
         """Session whose `apply` was answered."""
         self._refits: dict[str, tuple[Refit, str]] = {}
         """Session -> refit and the label before it."""
+
+    def _seconds(self, url: str, name: str, default: float) -> float:
+        text = self.wire.options.get(name)
+        try:
+            value = default if text is None else float(text)
+        except ValueError:
+            value = -1.0
+        if not 0.0 < value < 1e6:
+            raise InvalidInput(f"engine URL {url!r}: {name}={text}", hint="give a number of seconds")
+        return value
 
     # What it serves.
 
