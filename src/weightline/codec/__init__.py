@@ -36,10 +36,12 @@ from weightline.codec.dtypes import (
 )
 from weightline.codec.merging import join, merge, squash
 from weightline.codec.reading import read_delta, write_delta
+from weightline.codec.shadow import Shadow
 
 __all__ = [
     "SUPPORTED",
     "Delta",
+    "Shadow",
     "TensorChange",
     "Undo",
     "apply_",

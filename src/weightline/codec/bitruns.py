@@ -5,7 +5,9 @@ late."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba as nb
@@ -19,9 +21,27 @@ MAXK = 24
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _stamp() -> str:
+    """One value over the sources of all kernels."""
+    total = hashlib.sha256()
+    for name in ("intrinsics", "bitruns", "chunkcode", "kernels", "digest"):
+        total.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return total.hexdigest()
+
+
+_STAMP = _stamp()
+
+
 def jit(function: F) -> F:
-    """Compile at first use; keep on disk; release the GIL."""
+    """Compile at first use; keep on disk; release the GIL.
+
+    numba's cache notices a change of the file that a kernel is in, but not of the files whose kernels are
+    inlined into it: here each
+    entry carries a stamp over all of them."""
     compiled: F = nb.njit(cache=True, nogil=True, boundscheck=False)(function)
+    cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if hasattr(cache_file, "_source_stamp"):
+        cache_file._source_stamp = _STAMP
     return compiled
 
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from weightline.codec import backend, digest
 from weightline.codec.coding import (
+    BATCH,
     CHUNK_LOG2,
     E_DENSE,
     E_FAST,
@@ -315,7 +316,9 @@ class CodedFile:
                     )
                     chunk_ids.append(first + k)
             done = 0
-            for batch in batches(pieces):
+            # Nothing here takes scratch by the element, so batches are as large as the threads allow.
+            share = sum(piece.elements for piece in pieces) // (4 * backend.threads())
+            for batch in batches(pieces, max(share, BATCH)):
                 ids = chunk_ids[done : done + len(batch)]
                 done += len(batch)
                 jobs.append((dtype, batch, self._chunks[ids], self._classes_of(ids)))

@@ -23,7 +23,7 @@ T_ENCODING, T_K, T_CLASSES, T_NBYTES, T_FIELDS = range(5)
 K_LO, K_HI, K_N, K_K, K_MODE, K_R, K_X, K_FIELDS = range(8)
 E_NONE, E_FAST, E_DENSE, E_RAW = range(4)
 MAX_CLASSES = 256
-BATCH = 1 << 22
+BATCH = 1 << 23
 """Elements of a batch."""
 BATCH_ROWS = 512
 CHUNK_LOG2 = {"absolute": 20, "fast": 20, "dense": 22}
@@ -108,12 +108,13 @@ def pieces_of(tensor: int, old: Bits, new: Bits | None, chunk: int) -> Iterator[
         yield Piece(tensor, start, min(chunk, old.size - start), before + at, after + at if after else 0)
 
 
-def batches(pieces: Iterator[Piece] | Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Consecutive pieces of together about BATCH elements."""
+def batches(pieces: Iterator[Piece] | Sequence[Piece], limit: int = 0) -> Iterator[list[Piece]]:
+    """Consecutive pieces of together about `limit` elements (BATCH when 0)."""
+    limit = limit or BATCH
     batch: list[Piece] = []
     elements = 0
     for piece in pieces:
-        if batch and (elements + piece.elements > BATCH or len(batch) == BATCH_ROWS):
+        if batch and (elements + piece.elements > limit or len(batch) == BATCH_ROWS):
             yield batch
             batch, elements = [], 0
         batch.append(piece)
@@ -126,8 +127,8 @@ def rows_of(pieces: Sequence[Piece]) -> Rows:
     """The row table of a batch; offsets and hits are still zero."""
     rows = np.zeros((len(pieces), R_FIELDS), np.int64)
     if pieces:
-        table = np.array([piece[1:] for piece in pieces], np.int64)
-        rows[:, R_START], rows[:, R_COUNT], rows[:, R_OLD], rows[:, R_NEW] = table.T
+        table = np.array(pieces, np.int64)
+        rows[:, [R_START, R_COUNT, R_OLD, R_NEW]] = table[:, 1:]
     return rows
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightline.codec import digest
 from weightline.codec.bitruns import U64, jit
 from weightline.codec.chunkcode import E_DENSE, E_RAW, contexts_of, decode_chunk, encode_chunk, finish_chunk
 from weightline.codec.intrinsics import over
@@ -23,11 +24,8 @@ Array = npt.NDArray[Any]
 R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS = range(6)
 MAX_CLASSES = 256
 
-# Constants of the two digest lanes: first 8 bytes (big-endian) of SHA-256("weightline digest lane <l>
-# <letter>"),
-# made odd.
-A0, B0, S0, C0 = 0xD2B4130F5F20D123, 0x96582715A92284FD, 0xE7413F2FF84F515D, 0x8C2DC07002823359
-A1, B1, S1, C1 = 0x6F20BBE878FD5F13, 0x4312407410415125, 0x1E30DD2C1FD0F03B, 0x97106B247A5F892D
+A0, B0, S0, C0 = digest.A[0], digest.B[0], digest.S[0], digest.C[0]
+A1, B1, S1, C1 = digest.A[1], digest.B[1], digest.S[1], digest.C[1]
 
 
 @jit
