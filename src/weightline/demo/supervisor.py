@@ -185,7 +185,12 @@ class Demo:
         self._start(
             "audit", "weightline.audit", self.url, model, self.rollouts, *sample, threads=self._threads
         )
-        self._wait(lambda: "audit" in self._ended, "the replay", timeout=900.0)
+        # Its last event is all we need; torch takes seconds to leave a process.
+        self._wait(
+            lambda: self.board.audit.outcome is not None or "audit" in self._ended,
+            "the replay",
+            timeout=900.0,
+        )
         if self.board.audit.outcome is None:
             raise self.children.failure(ChildExit("audit", 0))
 
