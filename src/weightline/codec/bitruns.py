@@ -40,7 +40,7 @@ def jit(function: F) -> F:
     entry carries a stamp over all of them."""
     compiled: F = nb.njit(cache=True, nogil=True, boundscheck=False)(function)
     cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if hasattr(cache_file, "_source_stamp"):
+    if cache_file is not None and hasattr(cache_file, "_source_stamp"):
         cache_file._source_stamp = _STAMP
     return compiled
 

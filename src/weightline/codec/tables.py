@@ -169,7 +169,7 @@ def unpack(data: bytes, expected: int, where: str) -> tuple[Rows, Rows]:
 def _classes(columns: list[Ints], counts: Ints, where: str) -> Rows:
     step, span, hits, k_code = columns[4], columns[5], columns[6], _unzigzag(columns[7])
     classes = np.zeros((step.size, K_FIELDS), np.int64)
-    limits = (256, 256, 1 << 31, 64, 3, 1 << 16, 1 << 31)
+    limits = (256, 256, 1 << 31, 1024, 3, 1 << 16, 1 << 31)
     if any(np.abs(column).max(initial=0) > limit for column, limit in zip(columns[4:], limits, strict=True)):
         raise broken(where, "a table holds a number that is too large")
     running = np.cumsum(step)

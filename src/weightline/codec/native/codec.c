@@ -708,7 +708,12 @@ static i64 FN(decode_chunk)(const U *base, i64 total, const u64 *in, i64 bits, c
 i64 FN(wl_decode)(i64 *rows, i64 count, const i64 *chunks, const i64 *cls, i64 is_float, i64 shift, i64 mask, i64 longest, u32 *pos,
                   U *was, U *is, i64 room, u64 *lanes) {
     i64 most = 0, at = 0, used = 0, r = 0, bad = 0;
-    for (i64 i = 0; i < count; i++) if (rows[i * R_FIELDS + R_COUNT] > most) most = rows[i * R_FIELDS + R_COUNT];
+    for (i64 i = 0, c = 0; i < count; i++) {
+        i64 hits = 0, total = rows[i * R_FIELDS + R_COUNT];
+        for (i64 k = 0; k < chunks[i * T_FIELDS + T_CLASSES]; k++) hits += cls[c++ * K_FIELDS + K_N];
+        if (hits > total) hits = total;
+        if (hits > most) most = hits;
+    }
     FN(scratch) s;
     u64 *in = malloc((size_t)longest + 32);
     if (!in) return -((i64)1 << 41);
