@@ -179,6 +179,7 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
 
     def _prepare(self, request: Mapping[str, Any]) -> None:
         _, refits = self._need()
+        self.watchdog.wake()
         session = refits.open(request)
         path = Path(str(request["answer"]))
 

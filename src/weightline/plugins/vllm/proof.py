@@ -149,9 +149,9 @@ def _routed(
 def derived(model: torch.nn.Module) -> dict[int, str]:
     """Modules (by id) whose weights another module turned into tensors of its own after loading, and who did.
 
-    Absorbed MLA is the example: the attention keeps products of `kv_b_proj`'s weight as plain attributes, and
-    never looks at the weight again while `kv_b_proj` itself still does. A tensor that is neither parameter nor
-    buffer, of two dimensions or more, makes every module below its owner suspect.
+    Absorbed MLA is the example: the attention keeps products of `kv_b_proj`'s weight as plain attributes,
+    and never looks at the weight again while `kv_b_proj` itself still does. A tensor that is neither
+    parameter nor buffer, of two dimensions or more, makes every module below its owner suspect.
     """
     own = {
         tensor.untyped_storage().data_ptr()

@@ -78,7 +78,9 @@ class Refits:
         is live."""
         current = self.session
         if current is not None:
-            stale = self.silence(current) > current.timeout
+            # One that may have paused the engine is ended by the watchdog, which resumes it: replaced here, its
+            # pause would look like somebody else's for ever.
+            stale = self.silence(current) > current.timeout and not current.pausing
             if current.holder != request["holder"] and not stale:
                 raise Refused(
                     f"a refit to version {current.order.version} is open, held by {current.holder}",
@@ -93,6 +95,7 @@ class Refits:
                 )
         order = Identity(str(request["run"]), int(request["version"]), str(request["label"]))
         self._check_base(request)
+        pausing = current is not None and current.pausing
         self.session = Session(
             id=uuid4().hex,
             holder=str(request["holder"]),
@@ -101,6 +104,7 @@ class Refits:
             order=order,
             before=self.identity,
             heard=self.clock(),
+            pausing=pausing,
         )
         return self.session
 

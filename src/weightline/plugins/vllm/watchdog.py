@@ -79,6 +79,10 @@ class Watchdog(threading.Thread):
             return
         with tempfile.TemporaryDirectory(prefix="weightline-watchdog-") as folder:
             (Path(folder) / OWNER).touch()
+            if session.state == "prepared" and not session.pausing:
+                # It touched nothing; another follower may have taken its place by now.
+                self._ask(url, folder, {"action": "close", "session": session.id})
+                return
             committed = session.state == "committed"
             if session.state == "applied":
                 self._ask(url, folder, {"action": "rollback", "session": session.id})

@@ -55,11 +55,21 @@ class VllmWire:
         self.holder = holder
         self._control = httpx.Timeout(timeout or CONTROL_TIMEOUT, connect=2.0)
         self._data = timeout or DATA_TIMEOUT
-        # No proxy from the environment: an engine is a neighbour, and a proxy would see its traffic.
-        self._http = httpx.Client(
-            base_url=self.url, timeout=self._control, trust_env=False, transport=transport
-        )
+        self._transport = transport
+        self._http = self._client()
         self._folder: Any = None
+
+    def _client(self) -> httpx.Client:
+        import httpx
+
+        # The server closes connections that were idle for 5 s: one about to be closed is not used again.
+        return httpx.Client(
+            base_url=self.url,
+            timeout=self._control,
+            trust_env=False,  # no proxy: an engine is a neighbour, and a proxy would see its traffic
+            transport=self._transport,
+            limits=httpx.Limits(keepalive_expiry=2.0),
+        )
 
     @property
     def folder(self) -> Path:
@@ -134,6 +144,10 @@ class VllmWire:
             raise Unavailable(
                 f"engine {self.url}: {path}: {what}", hint="is the engine running at that address?"
             ) from None
+        if response.status_code >= 500 and self._transport is None:
+            # vLLM's server drops the connection after an error without saying so in the answer.
+            self._http.close()
+            self._http = self._client()
         if response.status_code >= 400:
             raise self._refusal(path, response.status_code, response.text)
         try:
