@@ -271,6 +271,7 @@ class Engine:
         """On the engine thread: the weights are in an unknown state. Ends all requests and takes no more."""
         log.error("quarantined: %s", why)
         self.quarantined = True
+        self.weights.carried.clear()
         self._abort(lambda _: True)
 
     def set_label(self, label: str) -> None:
