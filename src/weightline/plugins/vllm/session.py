@@ -78,8 +78,8 @@ class Refits:
         is live."""
         current = self.session
         if current is not None:
-            # One that may have paused the engine is ended by the watchdog, which resumes it: replaced here, its
-            # pause would look like somebody else's for ever.
+            # One that may have paused the engine is ended by the watchdog, which resumes it: replaced here,
+            # its pause would look like somebody else's for ever.
             stale = self.silence(current) > current.timeout and not current.pausing
             if current.holder != request["holder"] and not stale:
                 raise Refused(
