@@ -19,10 +19,20 @@ from weightline.types import TensorSpec
 GOLDEN = Path(__file__).parent / "golden"
 LEVELS = ("absolute", "fast", "dense")
 PLAN = (
-    ("bf16.weight", "BF16", (40, 50)), ("f16", "F16", (300,)), ("f32", "F32", (17, 3)), ("f64", "F64", (9,)),
-    ("fp8", "F8_E4M3", (512,)), ("fp8.wide", "F8_E5M2", (100,)), ("codes", "U8", (64, 4)), ("flags", "BOOL", (40,)),
-    ("long", "I64", (11,)), ("complex", "C64", (6,)), ("scalar", "BF16", ()), ("empty", "F32", (0,)), ("frozen", "I32", (8,)),
-)  # fmt: skip
+    ("bf16.weight", "BF16", (40, 50)),
+    ("f16", "F16", (300,)),
+    ("f32", "F32", (17, 3)),
+    ("f64", "F64", (9,)),
+    ("fp8", "F8_E4M3", (512,)),
+    ("fp8.wide", "F8_E5M2", (100,)),
+    ("codes", "U8", (64, 4)),
+    ("flags", "BOOL", (40,)),
+    ("long", "I64", (11,)),
+    ("complex", "C64", (6,)),
+    ("scalar", "BF16", ()),
+    ("empty", "F32", (0,)),
+    ("frozen", "I32", (8,)),
+)
 
 
 def stream(name: str, count: int) -> np.ndarray:

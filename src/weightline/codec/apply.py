@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weightline.codec import backend, digest
+from weightline.codec.coded import decode_bits
 from weightline.codec.coding import R_OLD, address_of
 from weightline.codec.delta import Delta, Held, TensorChange, check_change
-from weightline.codec.dtypes import Bits, bits_dtype, spec_of, writable_bits
+from weightline.codec.dtypes import Bits, bits_dtype, bits_of, spec_of, writable_bits
 from weightline.codec.scanned import Scanned
 from weightline.errors import IntegrityError, InvalidInput
 from weightline.types import TensorSpec
@@ -171,14 +172,12 @@ def _coded_writers(
 ) -> tuple[list[_Writer], dict[str, str]]:
     """A delta told relative to its base: decoding reads the old bits anyway, and checks base and result."""
     views = _views(delta.specs, tensors)
-    decoded = delta.decoded(tensors, digests=digests)
-    source = decoded.source
-    if not isinstance(source, Scanned):
-        raise InvalidInput("this delta does not decode", hint="read it from its file")
+    bits = {name: view if flat else bits_of(tensors[name]) for name, (view, flat) in views.items()}
+    source = decode_bits(delta.source, bits, digests)
     after = {name: pair[1] for name, pair in source.digests.items()}
     if all(flat for _, flat in views.values()):
         return [_Pooled(source, {source.ordinals[name]: view for name, (view, _) in views.items()})], after
-    targets = [_Target(change, *views[change.spec.name]) for change in decoded.changes()]
+    targets = [_Target(source.change(name), *views[name]) for name in source.specs]
     return list(targets), after
 
 

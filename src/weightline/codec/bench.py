@@ -41,12 +41,12 @@ def _best(work: Callable[[], Any], rounds: int = _ROUNDS) -> float:
     return least
 
 
-def _load(tensors: dict[str, Located]) -> dict[str, Bits]:
+def load(tensors: dict[str, Located]) -> dict[str, Bits]:
     with Reader(tensors) as reader:
         return {name: reader.read(name, 0, count_of(located.spec)) for name, located in tensors.items()}
 
 
-def _tile(bits: dict[str, Bits], specs: dict[str, TensorSpec], times: int) -> dict[str, Any]:
+def tile(bits: dict[str, Bits], specs: dict[str, TensorSpec], times: int) -> dict[str, Any]:
     """The same tensors under several names, each with memory of its own."""
     return {
         f"{copy}.{name}": from_bits(b.copy(), specs[name])
@@ -155,14 +155,14 @@ def bench_codec(old: str | Path, new: str | Path) -> dict[str, Any]:
     before, after = locate(Path(old)), locate(Path(new))
     specs = {name: located.spec for name, located in before.items()}
     require_same(specs, {name: located.spec for name, located in after.items()})
-    a, b = _load(before), _load(after)
+    a, b = load(before), load(after)
     meter = Meter()
     for name, spec in specs.items():
         meter.add(spec.dtype, a[name], b[name])
     bounds = meter.bounds()
     times = max(1, -(-TILED_BYTES // max(1, bounds.raw_bytes)))
-    small = _tile(a, specs, 1), _tile(b, specs, 1)
-    large = small if times == 1 else (_tile(a, specs, times), _tile(b, specs, times))
+    small = tile(a, specs, 1), tile(b, specs, 1)
+    large = small if times == 1 else (tile(a, specs, times), tile(b, specs, times))
     first = backend.warm()
     try:
         backend.set_threads(1)

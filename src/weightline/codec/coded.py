@@ -403,11 +403,15 @@ def _base_bits(source: Source, base: Mapping[str, Any]) -> dict[str, Bits]:
 
 def decoded_source(source: Source, base: Mapping[str, Any], digests: Mapping[str, str] | None) -> Scanned:
     """`Delta.decoded`: base checked, decoded, result checked."""
+    return decode_bits(source, _base_bits(source, base), digests)
+
+
+def decode_bits(source: Source, bits: Mapping[str, Bits], digests: Mapping[str, str] | None) -> Scanned:
+    """The same, given the bits of tensors whose shapes are right."""
     file = source.parent if isinstance(source, Subset) else source
     if not isinstance(file, CodedFile):
         raise InvalidInput(f"level {source.level!r} cannot be decoded", hint="read the delta from its file")
     names = list(source.specs)
-    bits = _base_bits(source, base)
     carried = {} if digests is None else {name: digests[name] for name in names if name in digests}
     before = {name: carried.get(name) or digest.digest_of(bits[name]) for name in names}
     file.check_base(before)

@@ -144,8 +144,8 @@ int wl_abi(void) { return 1; }
 #define BITS (8 * W)
 #define SIGN ((U)((U)1 << (BITS - 1)))
 
-static inline U FN(order)(U u, int is_float) { return is_float ? (U)(u ^ ((u & SIGN) ? (U)~(U)0 : SIGN)) : u; }
-static inline U FN(disorder)(U v, int is_float) { return is_float ? (U)(v ^ ((v & SIGN) ? SIGN : (U)~(U)0)) : v; }
+static inline U FN(order)(U u, int is_float) { return is_float ? (U)(u ^ (U)((U)(0 - (U)(u >> (BITS - 1))) | SIGN)) : u; }
+static inline U FN(disorder)(U v, int is_float) { return is_float ? (U)(v ^ (U)((U)((U)(v >> (BITS - 1)) - 1) | SIGN)) : v; }
 static inline int FN(expo)(U u, int shift, int mask) { return (int)((u64)u >> shift) & mask; }
 
 void FN(wl_digest_range)(const U *bits, i64 n, u64 start, u64 *out) {
@@ -484,7 +484,8 @@ static i64 FN(encode_chunk)(const U *base, const U *neu, i64 total, const u32 *p
     i64 hits[256] = {0}, ones[256] = {0}, bits[256] = {0}, all[256] = {0};
     for (i64 j = 0; j < n; j++) {
         U d = (U)(FN(order)(is[j], is_float) - FN(order)(was[j], is_float));
-        U size = (U)(((d & SIGN) ? (U)(0 - d) : d) - 1);
+        U down = (U)(0 - (U)(d >> (BITS - 1)));
+        U size = (U)((U)((d ^ down) - down) - 1);
         int e = FN(expo)(was[j], shift, mask);
         s->class_of[j] = (uint8_t)e;
         hits[e]++; ones[e] += size == 0; bits[e] += bitlen(size);
@@ -504,8 +505,9 @@ static i64 FN(encode_chunk)(const U *base, const U *neu, i64 total, const u32 *p
     for (i64 j = 0; j < n; j++) {
         U d = (U)(FN(order)(is[j], is_float) - FN(order)(was[j], is_float));
         i64 t = fill[map[s->class_of[j]]]++;
-        s->sign[t] = (d & SIGN) != 0;
-        s->m[t] = (U)(((d & SIGN) ? (U)(0 - d) : d) - 1);
+        U down = (U)(0 - (U)(d >> (BITS - 1)));
+        s->sign[t] = down & 1;
+        s->m[t] = (U)((U)((d ^ down) - down) - 1);
     }
     i64 total_bits = 0;
     if (dense) {
@@ -639,7 +641,7 @@ static i64 FN(find_ranks)(const U *base, i64 total, int shift, int mask, const u
 /* One chunk against its base. Returns the hits, -1: the bits are damaged, -2: they do not belong to this base. */
 static i64 FN(decode_chunk)(const U *base, i64 total, const u64 *in, i64 bits, const i64 *chunk, const i64 *cls, int is_float, int shift,
                             int mask, FN(scratch) *s, u32 *pos, U *was, U *is, i64 room) {
-    i64 count = chunk[T_CLASSES], n = 0, start[MAXCLASSES], end[MAXCLASSES], fill[MAXCLASSES];
+    i64 count = chunk[T_CLASSES], n = 0, start[MAXCLASSES + 1], end[MAXCLASSES + 1], fill[MAXCLASSES + 1];
     uint8_t map[256];
     if (count < 1 || count > MAXCLASSES) return -1;
     memset(map, (int)count, sizeof map);
@@ -656,7 +658,7 @@ static i64 FN(decode_chunk)(const U *base, i64 total, const u64 *in, i64 bits, c
     if (chunk[T_ENCODING] == E_FAST) {
         if ((at = get_gaps(in, 0, bits, s->gaps, n, (int)chunk[T_K])) < 0) return -1;
         i64 p = -1;
-        for (i64 j = 0; j < n; j++) { p += (i64)s->gaps[j] + 1; if (p >= total) return -1; __builtin_prefetch(base + p, 1); pos[j] = (u32)p; }
+        for (i64 j = 0; j < n; j++) { p += (i64)s->gaps[j] + 1; if (p >= total) return -1; pos[j] = (u32)p; }
     } else {
         for (i64 c = 0; c < count; c++)
             if ((at = get_gaps(in, at, bits, s->gaps + start[c], end[c] - start[c], (int)cls[c * K_FIELDS + K_K])) < 0) return -1;
@@ -690,15 +692,21 @@ static i64 FN(decode_chunk)(const U *base, i64 total, const u64 *in, i64 bits, c
     }
     if (bits - at >= 8) return -1;
     memcpy(fill, start, (size_t)count * sizeof(i64));
+    fill[count] = end[count] = 0; /* contexts of no class */
     for (i64 j = 0; j < n; j++) was[j] = base[pos[j]];
+    /* Signs are coin tosses: no branch may depend on one. */
+    int c_max = 0, full = 0;
     for (i64 j = 0; j < n; j++) {
         int c = map[FN(expo)(was[j], shift, mask)];
-        if (c >= count || fill[c] >= end[c]) return -2;
-        i64 t = fill[c]++;
+        c_max |= c >= count;
+        i64 t = fill[c];
+        full |= t >= end[c];
+        fill[c] = t + 1;
+        if (full | c_max) return -2;
+        U down = (U)(0 - (U)(s->sign[t] & 1)); /* all ones: down */
         U size = (U)(s->m[t] + 1);
-        U o = FN(order)(was[j], is_float);
-        U moved = FN(disorder)((U)(s->sign[t] ? o - size : o + size), is_float);
-        is[j] = s->sign[t] == 2 ? s->m[t] : moved;
+        U moved = FN(disorder)((U)(FN(order)(was[j], is_float) + (U)((size ^ down) - down)), is_float);
+        is[j] = s->sign[t] & 2 ? s->m[t] : moved;
     }
     return n;
 }
