@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,30 @@ def test_registering_imports_nothing_heavy_and_the_plugin_only_torch_and_numpy()
         "assert not {'numba', 'grpc', 'ml_dtypes', 'httpx', 'safetensors'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_configurations_that_refits_are_not_offered_for_are_all_named(
+    tiny: Callable[..., Path], runtime: Path
+) -> None:
+    """The engine serves all the same, and says why when a follower asks."""
+    from vllm_driver import Driver
+    from vllm_models import configure, loaded
+
+    from weightline.errors import InvalidInput
+    from weightline.plugins.vllm.engine import unsupported_parts
+
+    config = configure(tiny("qwen3"))
+    assert unsupported_parts(config) == []
+    config.parallel_config.tensor_parallel_size = 2
+    config.parallel_config.data_parallel_size = 3
+    config.kv_transfer_config = object()
+    found = unsupported_parts(config)
+    assert [reason.split(":")[0] for reason in found] == [
+        "tensor-parallel size 2 is not supported",
+        "data-parallel size 3 is not supported",
+        "a KV connector is configured",
+    ]
+    with loaded(tiny("qwen3")) as live:
+        live.engine.refusals += found
+        with pytest.raises(InvalidInput, match="tensor-parallel size 2 is not supported; data-parallel"):
+            Driver(live.engine, runtime).ask("hello")

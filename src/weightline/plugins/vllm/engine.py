@@ -66,7 +66,7 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
     def _open(self, vllm_config: Any, model: Any) -> None:
         """Mapping and proofs. A model that cannot be refitted serves all the same, and says why when
         asked."""
-        self.refusals += _unsupported(vllm_config)
+        self.refusals += unsupported_parts(vllm_config)
         try:
             where = folder.find(vllm_config.model_config.model, vllm_config.model_config.revision)
             self.weights = LiveWeights(model, folder.read(where))
@@ -262,7 +262,7 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
                 log.error("weightline: %s", refits.quarantined)
 
 
-def _unsupported(vllm_config: Any) -> list[str]:
+def unsupported_parts(vllm_config: Any) -> list[str]:
     """What of this engine's configuration refits are not offered for."""
     found = []
     parallel = vllm_config.parallel_config
