@@ -231,6 +231,8 @@ class Demo:
         """Run `python -m MODULE ARGUMENTS...` as a child; commands of ours are asked for events."""
         command = ["-m", module, *map(str, arguments), *(["--json"] if module == "weightline" else [])]
         env = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMBA")}
+        # More threads than cores: one that spins while it waits takes the core from one that works.
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
         # torch makes this folder, and leaves it there.
         env["TORCHINDUCTOR_CACHE_DIR"] = str(self.places.runtime / "torch")
         self.children.start(name, command, env=env)
