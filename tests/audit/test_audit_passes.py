@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weightline.audit.passes import Pass, passes_of
-from weightline.audit.rollout_file import Choice
+from weightline.audit.rollout_file import Choice, read
 from weightline.core.spans import from_tokens
 from weightline.errors import InvalidInput
 
@@ -91,3 +93,12 @@ def test_kv_of_an_output_that_was_aborted_while_it_was_rebuilt_tells_nothing() -
         finish_reason="abort",
     )
     assert passes_of(aborted, 4) == passes_of(choice(["a", "a", "b"]), 4)
+
+
+def test_the_documented_example_is_a_rollout_line() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "rollout-file.md").read_text()
+    (request,) = read([text.split("```json\n")[1].split("```")[0].replace("\n", "")])
+    assert request.mixed
+    claim = passes_of(request.choices[0], len(request.prompt_token_ids))
+    assert claim.contradictions == ()
+    assert [(p.start, p.end) for p in claim.passes] == [(0, 5), (5, 6)]

@@ -107,7 +107,7 @@ def _write(path, index, streams):
     packed = container.pack_index(index)
     sizes["index"] = len(packed)
     container.write_streams(
-        path, sizes, {name: [data] for name, data in streams.items()} | {"index": [packed]}
+        path, sizes, {name: [data] for name, data in streams.items()} | {"index": [packed]}, "absolute"
     )
 
 
@@ -144,7 +144,7 @@ GOOD = {"positions": struct.pack("<2I", 1, 5), "values": struct.pack("<2H4x", 7,
 )
 def test_a_record_that_lies_is_refused_before_memory_is_taken(tmp_path, fields, streams):
     path = tmp_path / "d"
-    index = layout.FileIndex("absolute", None, None, (_record(**fields),))
+    index = layout.FileIndex(None, None, (_record(**fields),))
     _write(path, msgspec.msgpack.encode(index), streams)
     with pytest.raises(FormatError):
         codec.read_delta(path)
@@ -152,7 +152,7 @@ def test_a_record_that_lies_is_refused_before_memory_is_taken(tmp_path, fields, 
 
 @pytest.mark.parametrize("positions", [(5, 1), (5, 5), (1, 8)])
 def test_positions_out_of_order_or_range_are_refused(tmp_path, positions):
-    index = layout.FileIndex("absolute", None, None, (_record(),))
+    index = layout.FileIndex(None, None, (_record(),))
     _write(
         tmp_path / "d", msgspec.msgpack.encode(index), GOOD | {"positions": struct.pack("<2I", *positions)}
     )
@@ -161,7 +161,7 @@ def test_positions_out_of_order_or_range_are_refused(tmp_path, positions):
 
 
 @pytest.mark.parametrize(
-    "index", [b"", b"\xc1", msgspec.msgpack.encode(["x"]), msgspec.msgpack.encode(["absolute", 1, 2, [], 0])]
+    "index", [b"", b"\xc1", msgspec.msgpack.encode(["x"]), msgspec.msgpack.encode([1, 2, [], 0])]
 )
 def test_an_index_that_is_none_is_refused(tmp_path, index):
     _write(tmp_path / "d", index, {})

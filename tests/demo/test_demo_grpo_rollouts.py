@@ -69,12 +69,12 @@ def test_every_finished_request_is_one_line_that_an_audit_reads(engine: DemoEngi
     written = lines(tmp_path)
     assert counts == Counts(len(written), sum(len(w["choices"][0]["token_ids"]) for w in written), 0, 0)
     assert sorted(w["request_id"] for w in written) == sorted(engine.spoiled.seen)
-    assert (
-        len(set(engine.spoiled.seen)) == len(engine.spoiled.seen) == 5 * 4
-    )  # 3 taken, 2 in flight at the end
+    assert len(set(engine.spoiled.seen)) == len(engine.spoiled.seen)
+    started = len(engine.spoiled.seen) // 4
+    assert 3 <= started <= 5  # three were taken; up to two more had been launched when it was stopped
     read = list(rollout_file.read(tmp_path / "rollouts.jsonl", run="r"))
     greedy = [r for r in read if r.not_replayable() is None]
-    assert len(greedy) == 5
+    assert len(greedy) == started
     assert all(w["engine"] == engine.url for w in written)
     assert all(len(r.choices[0].logprobs or ()) == len(r.choices[0].token_ids) for r in read)
     assert all(r.choices[0].kv_weight_versions is not None for r in read)
@@ -113,25 +113,27 @@ def test_a_fixed_number_of_groups_is_in_flight(engine: DemoEngine, tmp_path: Pat
     assert rollouts.counts.requests == 0
     engine.engine.resume()
     rollouts.take(3)
-    assert rollouts.stop().requests == 6 * 4
+    assert 3 * 4 <= rollouts.stop().requests <= 6 * 4
 
 
 def test_a_version_that_changes_within_requests_makes_them_mixed(engine: DemoEngine, tmp_path: Path) -> None:
-    engine.engine.pause("keep").result(60)
-    rollouts = client([engine.url], tmp_path, in_flight=1, group_size=2, max_tokens=200)
+    rollouts = client([engine.url], tmp_path, in_flight=1, group_size=2, max_tokens=200, serves=bool)
+    groups: list[Any] = []
+    taker = threading.Thread(target=lambda: groups.extend(rollouts.take(1)))
     rollouts.start()
-    engine.engine.resume()
-    for number in range(2, 6):  # pauses, as a follower's, while requests run
+    taker.start()
+    number = 1
+    while taker.is_alive():  # as a follower does, again and again while requests run
+        number += 1
         engine.engine.pause("keep").result(60)
-        engine.engine.set_label(f"{number}@0000000{number}")
+        engine.engine.set_label(f"{number}@{number:08x}")
         engine.engine.resume()
-    groups = rollouts.take(1)
+        taker.join(0.01)
     counts = rollouts.stop()
+    assert [len(g.samples) for g in groups] == [2]
+    assert all(s.mixed for s in groups[0].samples if len(s.token_ids) == 200)
     assert counts.dropped == 0
-    written = lines(tmp_path)
-    mixed = [w for w in written if len(w["choices"][0]["weight_versions"]) > 1]
-    assert counts.mixed == len(mixed)
-    assert {s.mixed for g in groups for s in g.samples} <= {True, False}
+    assert counts.mixed == sum(len(w["choices"][0]["weight_versions"]) > 1 for w in lines(tmp_path)) > 0
     for line in rollout_file.read(tmp_path / "rollouts.jsonl"):
         assert line.choices[0].weight_versions[-1].end == len(line.choices[0].token_ids)
 

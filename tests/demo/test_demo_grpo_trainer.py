@@ -99,7 +99,7 @@ def named(seen: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
 
 def test_it_trains_dies_and_goes_on_to_the_last_step(rig: Rig) -> None:
     with rig.train(steps=1000, attachments_every=2) as process:
-        seen = events(process, "step", 5)
+        seen = events(process, "step", 3)
         process.kill()
     assert seen[0]["event"] == "start"
     versions = named(seen, "version")
@@ -115,18 +115,18 @@ def test_it_trains_dies_and_goes_on_to_the_last_step(rig: Rig) -> None:
         newest = line.latest()
         recovered = max(r.version for r in line.versions() if r.attachments)
         first_run = {r.version: line.load(r.version) for r in line.versions()}
-    with rig.train(steps=8, attachments_every=2) as process:
+    with rig.train(steps=5, attachments_every=2) as process:
         seen = events(process)
         assert process.wait(60) == 0
     (resumed,) = named(seen, "resumed")
     assert resumed["version"] == recovered
     assert resumed["step"] == recovered - 1
     assert [v["version"] for v in named(seen, "version")] == list(
-        range(newest + 1, newest + 1 + 8 - resumed["step"])
+        range(newest + 1, newest + 1 + 5 - resumed["step"])
     )
     done = seen[-1]
     assert done["event"] == "done"
-    assert done["step"] == 8
+    assert done["step"] == 5
     counts = named(seen, "rollouts")[-1]
     assert counts["dropped"] == 0
     with weightline.connect(f"file://{rig.store}") as line:
@@ -139,7 +139,7 @@ def test_it_trains_dies_and_goes_on_to_the_last_step(rig: Rig) -> None:
             for name, array in weights.items()
         )
         assert records[max(records)].attachments == ("trainer",)
-    assert not list(rig.root.glob("trainer-state-*")) or recovered < newest
+    assert not list(rig.root.glob("trainer-state-*"))
 
 
 def test_the_defaults_fit_the_model(tmp_path: Path) -> None:

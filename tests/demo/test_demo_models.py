@@ -160,3 +160,23 @@ def test_unknown_arguments_are_refused(tmp_path: Path, fields: dict[str, object]
     with pytest.raises(InvalidInput):
         models.tiny_model(tmp_path / "m", **fields)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the packages that read the GGUF file
+def test_the_real_model_is_whole() -> None:
+    """From the cache when it has been made before, else made now: half a minute."""
+    from safetensors import safe_open
+
+    from weightline.demo.places import model_cache
+
+    folder = models.resolve_model("smollm2", model_cache())
+    assert len(models.stored_tensors(folder)) == models.SMOLLM2_TENSORS
+    assert "lm_head.weight" not in models.stored_tensors(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["tie_word_embeddings"] is True
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 - no mapping
+        shape = tensors.get_slice("model.embed_tokens.weight").get_shape()
+    assert dtypes == {"BF16"}
+    assert shape == [49152, 576]

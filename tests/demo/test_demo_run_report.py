@@ -152,7 +152,8 @@ def test_summary_says_what_happened_and_what_to_look_at_next(tmp_path: Path) -> 
     temporary = printed(lambda c: print_summary(build(board, seconds=12.0, phases={}, folder=None), c))
     assert "reward 0.250 → 0.500" in temporary
     assert "200 tokens of 5 requests replayed (2 mixed): none is wrong, 1 ties within 0.0005" in temporary
-    assert "replay to 1.0e-05; with the labels of the mixed ones exchanged" in temporary
+    assert "replay to 1.0e-05; were the labels of the mixed ones exchanged" in temporary
+    assert "70 of 90 would be off" in " ".join(temporary.split())
     assert "weightline demo --model tiny --dir" in temporary
     kept = printed(lambda c: print_summary(build(board, seconds=12.0, phases={}, folder=tmp_path), c))
     assert f"weightline log {tmp_path / 'store'}" in kept

@@ -65,7 +65,11 @@ class Run:
 
     def wait(self, timeout: float) -> int:
         """Its exit code; remembers descendants meanwhile."""
-        await_(lambda: self.family() is not None and self.process.poll() is not None, timeout, self)
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.text()[-4000:]
+            self.family()
+            time.sleep(0.02)
         return self.process.wait()
 
     def assert_nothing_left(self, *kept: str) -> None:
@@ -73,7 +77,9 @@ class Run:
         gone, alive = psutil.wait_procs(list(self.seen), timeout=15)
         assert not alive, [p.cmdline() for p in alive]
         assert len(gone) >= 5, "the test saw too little to mean anything"
-        await_(lambda: len(list(self.tmp.iterdir())) == len(kept), 15, self)
+        deadline = time.monotonic() + 15  # the janitor may still be at it
+        while len(list(self.tmp.iterdir())) > len(kept) and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert sorted(p.name.rsplit("-", 1)[0] for p in self.tmp.iterdir()) == sorted(kept)
         assert not [p for p in self.tmp.rglob("*") if p.is_socket()]
         assert shared_memory() <= self.shm
@@ -92,6 +98,7 @@ def await_(condition: Callable[[], bool], timeout: float, run: Run) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, run.text()[-4000:]
+        assert run.process.poll() is None or condition(), f"it ended too early: {run.text()[-4000:]}"
         time.sleep(0.02)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from generate_world import (
@@ -198,6 +199,56 @@ def test_generation_goes_on_while_a_refit_is_prepared(world: Any, monkeypatch: p
     verb(engine, "close", session)
 
 
+def test_a_version_that_changes_nothing_is_taken(world: Any) -> None:
+    engine, versions = world
+    full_to_1(engine, versions)
+    before = bits_of_everything(engine)
+    engine.pause("keep").result(60)
+    versions.refit(engine, versions.weights["v1"], label="v2", version=2)
+    engine.resume()
+    assert bits_of_everything(engine) == before
+    assert run(engine, PROMPT).weight_versions == spans(("v2", 0, 8))
+
+
+def test_persistent_buffers_are_weights_and_rope_tables_are_not(models: Any) -> None:
+    import torch
+
+    from weightline.generate import load_model
+    from weightline.generate.weights import LiveWeights
+
+    loaded = load_model(models("qwen3"), max_model_len=96)
+    loaded.module.model.register_buffer("scale", torch.ones(3))
+    weights = LiveWeights(loaded)
+    assert weights.windows["model.scale"].shape == (3,)
+    assert not any("inv_freq" in name for name in weights.windows)
+    covered = [w for name, w in weights.windows.items() if name != "model.scale"]
+    assert weights.uncovered(covered) == ["model.scale"]
+    assert weights.uncovered(weights.windows.values()) == []
+
+
+def test_experts_may_come_fused_or_one_by_one(models: Any, engines: Any, tmp_path: Path) -> None:
+    folder = models("qwen3_moe")
+    engine = engines(folder)
+    stem = "model.layers.1.mlp.experts"
+    assert {f"{stem}.gate_up_proj", f"{stem}.3.up_proj.weight"} <= set(engine.weights.windows)
+    windows = engine.weights.windows
+    parts = [w for name, w in windows.items() if name.startswith(stem + ".") and name.endswith(".weight")]
+    rest = [w for w in windows.values() if not w.owner.startswith(stem)]
+    assert engine.weights.uncovered([*rest, *parts]) == []
+    missing = engine.weights.uncovered([*rest, *parts[1:]])
+    assert missing == [parts[0].owner]
+    fused = engine.digests([f"{stem}.gate_up_proj"])[0]
+    assert fused[f"{stem}.gate_up_proj"] != engine.digests([f"{stem}.3.up_proj.weight"])[0]
+    versions = Versions(folder, tmp_path)
+    both = {**versions.weights["default"], f"{stem}.down_proj": _fused(versions.weights["default"], stem)}
+    with pytest.raises(RefitError, match=r"overlaps"):
+        engine.prepare(versions.order(both, label="v1", version=1))
+
+
+def _fused(weights: dict[str, Any], stem: str) -> Any:
+    return np.stack([weights[f"{stem}.{i}.down_proj.weight"] for i in range(4)])
+
+
 # What is refused.
 
 
@@ -244,9 +295,8 @@ def test_names_shapes_and_dtypes_are_checked_and_all_misses_listed(world: Any, h
     path = versions.files / "bad.safetensors"
     codec.write_delta(delta, path)
     order = versions.order(versions.weights["v1"], label="v2", version=2, base=have)
-    import msgspec
-
-    order = msgspec.structs.replace(order, file=str(path), digests=digests_of(new))
+    promised = {name: digest for name, digest in digests_of(new).items() if name in delta.changed}
+    order = msgspec.structs.replace(order, file=str(path), digests=promised)
     before = bits_of_everything(engine)
     with pytest.raises(RefitError) as caught:
         engine.prepare(order)
@@ -512,6 +562,45 @@ def test_a_rollback_that_fails_quarantines_until_a_full_refit(
     engine.resume()
     assert not engine.describe().quarantined
     assert run(engine, PROMPT).token_ids == (6,) * 8
+
+
+def lean_order(versions: Versions, new: Any, names: tuple[str, ...], **changes: Any) -> Any:
+    """A full refit whose file holds `names` only, with the digests of all tensors."""
+    order = versions.order({name: new[name] for name in names}, label="v1", version=1)
+    digests = {**digests_of(new), **changes}
+    return msgspec.structs.replace(order, digests=digests)
+
+
+def test_a_full_refit_may_leave_out_what_is_live_already(world: Any) -> None:
+    engine, versions = world
+    new = marker_weights(versions.weights["default"], 6)
+    touched = tuple(n for n, a in new.items() if not np.array_equal(a, versions.weights["default"][n]))
+    assert 0 < len(touched) < len(new)
+    session, _ = engine.prepare(lean_order(versions, new, touched))
+    engine.pause("keep").result(60)
+    for name in ("apply", "verify", "label", "close"):
+        verb(engine, name, session)
+    engine.resume()
+    assert engine.describe().version == 1
+    live = engine.digests(None)[0]
+    assert {name: live[name] for name in new} == digests_of(new)
+    assert run(engine, PROMPT).token_ids == (6,) * 8
+
+
+def test_a_full_refit_may_not_leave_out_what_is_not_live(world: Any) -> None:
+    engine, versions = world
+    old = versions.weights["default"]
+    missing = "model.layers.0.mlp.down_proj.weight"
+    with pytest.raises(RefitError, match=rf"{missing}: not in a full refit") as caught:
+        engine.prepare(lean_order(versions, old, (), **{missing: "0" * 32}))
+    assert caught.value.engine_state == "old"
+
+
+def test_a_quarantined_engine_believes_no_digest(world: Any) -> None:
+    engine, versions = world
+    engine.call(lambda: engine.quarantine("for this test"))
+    with pytest.raises(RefitError, match="not in a full refit"):
+        engine.prepare(lean_order(versions, versions.weights["default"], ()))
 
 
 # Silence.

@@ -95,6 +95,26 @@ def serves(live, weights):
     return {name: digests.get(name) for name in expected} == expected
 
 
+def test_an_engine_that_starts_from_the_version_is_given_only_what_differs(model, line, followed):
+    live = LiveEngine(model)
+    try:
+        follower = followed(live)
+        weights = weights_of(model)
+        line.commit(weights)
+        assert follower.step() == 0.0, follower.events
+        assert serves(live, weights)
+        live.kill()
+        live.start()
+        nudged_norm = nudged(weights, 1, names=("model.norm.weight",))
+        line.commit(nudged_norm)
+        assert follower.step() == 0.0, follower.events
+        assert serves(live, nudged_norm)
+        refits = [(e["have"], e["elements"]) for e in follower.events if e["event"] == "refit"]
+        assert refits == [(None, 0), (None, weights["model.norm.weight"].numel())]
+    finally:
+        live.kill()
+
+
 def test_refit_k_equals_a_fresh_load(either, line, followed, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
@@ -439,8 +459,8 @@ def test_follow_over_a_server_and_past_its_death(engine, model, tmp_path):
 
 
 def test_what_follow_refuses(tmp_path, line):
-    with pytest.raises(InvalidInput, match="engine kind 'vllm' has no adapter") as error:
-        follow(str(line.root), "vllm=http://127.0.0.1:1", id="x")
+    with pytest.raises(InvalidInput, match="engine kind 'sglang' has no adapter") as error:
+        follow(str(line.root), "sglang=http://127.0.0.1:1", id="x")
     assert "embedded" in error.value.hint
     with pytest.raises(InvalidInput, match="'tgi' is unknown") as error:
         follow(str(line.root), "tgi=http://127.0.0.1:1", id="x")

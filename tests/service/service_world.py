@@ -30,8 +30,12 @@ if options.pop("no_torch", False):
                 raise ImportError(f"{name} is blocked in this test")
     sys.meta_path.insert(0, Block())
 kill_file = options.pop("kill_file", None)
+heartbeat = options.pop("heartbeat", None)
 from weightline.errors import WeightlineError
 from weightline.service import serve
+if heartbeat is not None:
+    import weightline.service.host
+    weightline.service.host.HEARTBEAT_SECONDS = heartbeat
 if kill_file is not None:
     # While the file is there: dies by SIGKILL before the durable step whose number it holds.
     import os, pathlib, signal

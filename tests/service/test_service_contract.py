@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -350,7 +351,10 @@ def test_a_forked_child_may_not_commit_with_its_parents_handle(door):
 
 def said_by_a_fork(work):
     read, write = os.pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # From Python 3.12 on a fork beside threads warns; that such a child is safe here is what is tested.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         said = "no error"
         try:

@@ -199,6 +199,16 @@ def test_a_state_of_another_model_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(other.weight, before)
 
 
+def test_a_state_of_another_optimizer_changes_nothing(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    net = Net(5)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    groups = [{"params": [p]} for p in net.parameters()]
+    with pytest.raises(InvalidInput, match="state of another optimizer"):
+        load_state(path, model=net, optimizer=torch.optim.AdamW(groups))
+    assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+
+
 def test_a_part_that_was_not_saved_is_named(tmp_path: Path) -> None:
     save_state(tmp_path / "s", step=1, model=Net())
     with pytest.raises(InvalidInput, match="holds no optimizer"):

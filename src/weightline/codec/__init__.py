@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from weightline.codec.apply import Undo, apply_
 from weightline.codec.backend import set_threads, threads, warm
-from weightline.codec.delta import Delta, TensorChange, diff, full, merge
+from weightline.codec.delta import Delta, TensorChange
+from weightline.codec.diffing import diff, full
 from weightline.codec.digest import (
     combine,
     difference,
@@ -33,11 +34,14 @@ from weightline.codec.dtypes import (
     specs_of,
     width_of,
 )
-from weightline.codec.layout import read_delta, write_delta
+from weightline.codec.merging import join, merge, squash
+from weightline.codec.reading import read_delta, write_delta
+from weightline.codec.shadow import Shadow
 
 __all__ = [
     "SUPPORTED",
     "Delta",
+    "Shadow",
     "TensorChange",
     "Undo",
     "apply_",
@@ -54,6 +58,7 @@ __all__ = [
     "from_bits",
     "full",
     "is_torch",
+    "join",
     "merge",
     "narrow",
     "nbytes_of",
@@ -63,6 +68,7 @@ __all__ = [
     "set_threads",
     "spec_of",
     "specs_of",
+    "squash",
     "threads",
     "warm",
     "weights_digest",

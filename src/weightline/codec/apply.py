@@ -4,54 +4,105 @@ way."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from weightline.codec import backend, digest
+from weightline.codec.coded import decode_bits
+from weightline.codec.coding import R_OLD, address_of
 from weightline.codec.delta import Delta, Held, TensorChange, check_change
-from weightline.codec.dtypes import Bits, bits_dtype, spec_of, writable_bits
+from weightline.codec.dtypes import Bits, bits_dtype, bits_of, spec_of, writable_bits
+from weightline.codec.scanned import Scanned
 from weightline.errors import IntegrityError, InvalidInput
+from weightline.types import TensorSpec
+
+
+class _Writer(Protocol):
+    def write(self, *, old: bool) -> None: ...
+    def undone(self) -> list[TensorChange]: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class _Target:
-    """One tensor's own memory."""
+    """One tensor's own memory and its changes."""
 
-    def __init__(self, change: TensorChange, array: Any) -> None:
+    def __init__(self, change: TensorChange, view: npt.NDArray[Any], flat: bool) -> None:
         self.change = change
-        self.view, self.flat = writable_bits(change.spec.name, array)
-        self.old: Bits = np.empty(0, bits_dtype(change.spec.dtype))
+        self.view, self.flat = view.reshape(1) if view.ndim == 0 else view, flat
+        self.index = None if change.index is None else np.ascontiguousarray(change.index)
+        self.old: Bits = self._read()
 
     def _coordinates(self) -> tuple[npt.NDArray[Any], ...]:
-        return np.unravel_index(self.change.index, self.change.spec.shape)  # type: ignore[arg-type]
+        return np.unravel_index(self.index, self.view.shape)  # type: ignore[arg-type]
 
-    def read(self) -> Bits:
-        """Old bits of what will be written: a copy."""
-        index = self.change.index
+    def _read(self) -> Bits:
         native = bits_dtype(self.change.spec.dtype)
-        if index is None:
+        if self.index is None:
             return np.array(self.view, native, order="C", copy=True).reshape(-1)
         if self.flat:
-            return backend.gather(self.view, np.ascontiguousarray(index))
+            return backend.gather(self.view, self.index)
         return np.ascontiguousarray(self.view[self._coordinates()], native)
 
-    def write(self, bits: Bits) -> None:
-        index = self.change.index
-        if index is None:
+    @property
+    def nbytes(self) -> int:
+        return self.old.nbytes
+
+    def write(self, *, old: bool) -> None:
+        bits = self.old if old else np.ascontiguousarray(self.change.bits)
+        if self.index is None:
             self.view[...] = bits.reshape(self.view.shape)
         elif self.flat:
-            backend.scatter(self.view, np.ascontiguousarray(index), np.ascontiguousarray(bits))
+            backend.scatter(self.view, self.index, bits)
         else:
             self.view[self._coordinates()] = bits
 
+    def undone(self) -> list[TensorChange]:
+        change = self.change
+        after = change.base_digest or digest.digest_of(self.old)
+        base = None if change.index is None else change.digest
+        return [TensorChange(change.spec, change.index, self.old, after, base, change.bits)]
+
+
+class _Pooled:
+    """The flat memory of many tensors and their pooled changes."""
+
+    def __init__(self, scanned: Scanned, views: dict[int, npt.NDArray[Any]]) -> None:
+        self.scanned = scanned
+        self.views = views
+        self._rows = []
+        for segment in scanned.segments:
+            rows = segment.rows.copy()
+            width = segment.was.itemsize
+            rows[:, R_OLD] = [address_of(views[p.tensor]) + p.start * width for p in segment.pieces]
+            self._rows.append(rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.was.nbytes for segment in self.scanned.segments)
+
+    def write(self, *, old: bool) -> None:
+        for segment, rows in zip(self.scanned.segments, self._rows, strict=True):
+            backend.engine().write(rows, segment.pos, segment.was if old else segment.now)
+
+    def undone(self) -> list[TensorChange]:
+        changes = [self.scanned.change(name) for name in self.scanned.specs]
+        return [
+            TensorChange(
+                c.spec, c.index, c.bits if c.old is None else c.old, str(c.base_digest), c.digest, c.bits
+            )
+            for c in changes
+        ]
+
 
 class Undo:
-    """The old bits of what an `apply_` wrote: as small as the delta (a whole copy only of tensors that were
-    written in full)."""
+    """The old bits of what an `apply_` wrote: as small as the delta (a copy of tensors that were written in
+    full)."""
 
-    def __init__(self, targets: list[_Target], delta: Delta, digests: dict[str, str]) -> None:
-        self._targets = targets
+    def __init__(self, writers: list[_Writer], delta: Delta, digests: dict[str, str]) -> None:
+        self._writers = writers
         self._delta = delta
         self.digests = digests
         """Digest of each written tensor after the apply: what a caller carries on."""
@@ -59,28 +110,26 @@ class Undo:
     @property
     def nbytes(self) -> int:
         """Bytes of old values it holds."""
-        return sum(target.old.nbytes for target in self._targets)
+        return sum(writer.nbytes for writer in self._writers)
 
     def restore(self) -> None:
         """Put the old bits back. May be called again; the last applied delta must be undone first."""
-        for target in self._targets:
-            target.write(target.old)
+        for writer in self._writers:
+            writer.write(old=True)
 
     @property
     def inverse(self) -> Delta:
         """The delta that goes back."""
-        changes = []
-        for target in self._targets:
-            change, old = target.change, target.old
-            after = change.base_digest or digest.digest_of(old)
-            base = None if change.index is None else change.digest
-            changes.append(TensorChange(change.spec, change.index, old, after, base, change.bits))
+        changes = [change for writer in self._writers for change in writer.undone()]
         return Delta(Held(changes), base=self._delta.version, version=self._delta.base)
 
 
-def _targets(delta: Delta, tensors: Mapping[str, Any]) -> list[_Target]:
+def _views(
+    specs: Mapping[str, TensorSpec], tensors: Mapping[str, Any]
+) -> dict[str, tuple[npt.NDArray[Any], bool]]:
+    """Writable views of all tensors of a delta. Raises `InvalidInput` listing every misfit."""
     faults = []
-    for name, spec in delta.specs.items():
+    for name, spec in specs.items():
         if name not in tensors:
             faults.append(f"missing {name!r}")
             continue
@@ -94,18 +143,14 @@ def _targets(delta: Delta, tensors: Mapping[str, Any]) -> list[_Target]:
             f"the delta does not fit these tensors: {'; '.join(faults)}",
             hint="apply it to the weights it was made for",
         )
-    targets = []
-    for change in delta.changes():
-        check_change(change)
-        targets.append(_Target(change, tensors[change.spec.name]))
-    return targets
+    return {name: writable_bits(name, tensors[name]) for name in specs}
 
 
 def _check_target(target: _Target, carried: str | None) -> None:
     """That base, changes and result agree: carried digest in O(1), the changes in O(changed)."""
     change = target.change
     name = change.spec.name
-    if change.index is None:
+    if target.index is None:
         return
     if carried is not None and carried != change.base_digest:
         raise IntegrityError(
@@ -114,14 +159,26 @@ def _check_target(target: _Target, carried: str | None) -> None:
         )
     if change.base_digest is None:
         return
-    after = digest.digest_update(
-        change.base_digest, np.ascontiguousarray(change.index), target.old, change.bits
-    )
+    after = digest.digest_update(change.base_digest, target.index, target.old, change.bits)
     if after != change.digest:
         raise IntegrityError(
             f"tensor {name!r} does not hold the delta's base: digest {after} instead of {change.digest}",
             hint="these weights are not the version the delta is against; take the full version",
         )
+
+
+def _coded_writers(
+    delta: Delta, tensors: Mapping[str, Any], digests: Mapping[str, str] | None
+) -> tuple[list[_Writer], dict[str, str]]:
+    """A delta told relative to its base: decoding reads the old bits anyway, and checks base and result."""
+    views = _views(delta.specs, tensors)
+    bits = {name: view if flat else bits_of(tensors[name]) for name, (view, flat) in views.items()}
+    source = decode_bits(delta.source, bits, digests)
+    after = {name: pair[1] for name, pair in source.digests.items()}
+    if all(flat for _, flat in views.values()):
+        return [_Pooled(source, {source.ordinals[name]: view for name, (view, _) in views.items()})], after
+    targets = [_Target(source.change(name), *views[name]) for name in source.specs]
+    return list(targets), after
 
 
 def apply_(
@@ -131,20 +188,31 @@ def apply_(
     in place.
 
     Everything is checked before the first write: names, shapes, dtypes, indexes; the carried digest of each
-    tensor when `digests` is
-    given (O(1)); and that the old bits and the changes lead from the base's digest to the result's
-    (O(changed)). `check=False` leaves
-    the last two out: for repairing a half-applied tensor from an absolute delta, after which a full
-    recomputation is due.
-    Tensors that share memory under two names are fine. Returns the `Undo`.
+    tensor when
+    `digests` is given (O(1)); and that the old bits and the changes lead from the base's digest to the
+    result's (O(changed)).
+    A delta at level "fast" or "dense" whose carried digests are not given recomputes those of the base in
+    full.
+    `check=False` leaves digests out, for an absolute delta only: for repairing a half-applied tensor, after
+    which a full
+    recomputation is due. Tensors that share memory under two names are fine. Returns the `Undo`.
 
     Raises `InvalidInput` (listing all misfits) or `IntegrityError`; nothing was written then.
     """
-    targets = _targets(delta, tensors)
-    for target in targets:
-        target.old = target.read()
-        if check:
-            _check_target(target, None if digests is None else digests.get(target.change.spec.name))
-    for target in targets:
-        target.write(target.change.bits)
-    return Undo(targets, delta, {target.change.spec.name: target.change.digest for target in targets})
+    writers: list[_Writer]
+    if delta.level != "absolute":
+        writers, after = _coded_writers(delta, tensors, digests)
+    else:
+        views = _views(delta.specs, tensors)
+        writers, after = [], {}
+        for change in delta.changes():
+            check_change(change)
+            name = change.spec.name
+            target = _Target(change, *views[name])
+            if check:
+                _check_target(target, None if digests is None else digests.get(name))
+            writers.append(target)
+            after[name] = change.digest
+    for writer in writers:
+        writer.write(old=False)
+    return Undo(writers, delta, after)

@@ -97,22 +97,29 @@ def scratch(name: str, count: int, dtype: Any) -> npt.NDArray[Any]:
     return np.asarray(held[:count])
 
 
-def kernels() -> Any:
-    """The numba kernels."""
-    from weightline.codec import kernels as numba_kernels
+def engine() -> Any:
+    """What does the arithmetic: the C library where it could be built, else the numba kernels. They give the
+    same bits."""
+    from weightline.codec import native
 
-    return numba_kernels
+    if native.library() is not None:
+        return native
+    from weightline.codec import kernels
+
+    return kernels
 
 
 def digest_range(bits: Bits, start: int) -> npt.NDArray[np.uint64]:
     """Lanes of the digest of contiguous elements from index `start` on."""
-    kernel = kernels().digest_range(bits.itemsize)
+    kernels = engine()
 
     def part(piece: tuple[int, int]) -> npt.NDArray[np.uint64]:
         lanes = np.zeros(2, np.uint64)
-        kernel(bits[piece[0] : piece[1]], start + piece[0], lanes)
+        kernels.digest_range(bits[piece[0] : piece[1]], start + piece[0], lanes)
         return lanes
 
+    if bits.size <= CHUNK:
+        return part((0, bits.size))
     total = np.zeros(2, np.uint64)
     for lanes in map_ordered(part, ranges(bits.size)):
         total += lanes
@@ -122,27 +129,20 @@ def digest_range(bits: Bits, start: int) -> npt.NDArray[np.uint64]:
 def digest_at(index: npt.NDArray[np.int64], base: int, bits: Bits) -> npt.NDArray[np.uint64]:
     """Lanes of the digest of elements at base + index."""
     lanes = np.zeros(2, np.uint64)
-    kernels().digest_at(bits.itemsize)(index, base, bits, lanes)
+    engine().digest_at(index, base, np.ascontiguousarray(bits), lanes)
     return lanes
-
-
-def scan(old: Bits, new: Bits) -> npt.NDArray[np.uint32]:
-    """Positions (ascending) where two chunks of at most CHUNK elements differ. A copy."""
-    positions = scratch("positions", old.size, np.uint32)
-    count = kernels().scan(old.itemsize)(old, new, positions)
-    return positions[:count].copy()
 
 
 def gather(source: Bits, index: npt.NDArray[np.int64]) -> Bits:
     """source[index]; the indexes must be in range."""
     out = np.empty(index.size, source.dtype)
-    kernels().gather(source.itemsize)(source, index, out)
+    engine().gather(source, index, out)
     return out
 
 
 def scatter(target: Bits, index: npt.NDArray[np.int64], values: Bits) -> None:
     """target[index] = values; the indexes must be in range."""
-    kernels().scatter(target.itemsize)(target, index, values)
+    engine().scatter(target, index, values)
 
 
 def ascending(index: npt.NDArray[np.int64], size: int) -> bool:
@@ -152,13 +152,15 @@ def ascending(index: npt.NDArray[np.int64], size: int) -> bool:
     return bool(index[0] >= 0 and index[-1] < size and (index[1:] > index[:-1]).all())
 
 
-def warm(widths: Iterable[int] = (1, 2, 4, 8)) -> float:
-    """Compile (or load from the cache) every kernel; returns the seconds it took."""
+def warm() -> float:
+    """Build (or load) the C library and, where there is none, compile every numba kernel; returns the
+    seconds it took."""
     import time
 
+    from weightline.codec import native
+    from weightline.codec.warming import exercise
+
     begin = time.perf_counter()
-    module = kernels()
-    for width in widths:
-        for name in ("digest_range", "digest_at", "scan", "gather", "scatter"):
-            getattr(module, name)(width)
+    if native.library() is None:
+        exercise()
     return time.perf_counter() - begin

@@ -28,7 +28,7 @@ from weightline.errors import FormatError, IntegrityError, InvalidInput
 FORMAT = "weightline.delta"
 FORMAT_VERSION = 1
 INDEX = "index"
-STREAMS = ("whole", "positions", "values", "gaps", "steps", INDEX)
+STREAMS = ("whole", "positions", "values", "coded", "tables", INDEX)
 """Names of the streams in file order, `weightline.` before each; those that are empty are left out."""
 ALIGN = 64
 MAX_HEADER = 1 << 16
@@ -44,10 +44,10 @@ def check_of(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def header_of(sizes: Mapping[str, int], checks: Mapping[str, str]) -> bytes:
+def header_of(sizes: Mapping[str, int], checks: Mapping[str, str], level: str) -> bytes:
     """The file's first bytes. A function of the sizes and checks alone, so that a reader refuses any other
     header."""
-    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
+    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "level": level}
     metadata |= {f"check.{name}": checks[name] for name in sizes if name != _UNCHECKED}
     table: dict[str, Any] = {"__metadata__": metadata}
     at = 0
@@ -59,9 +59,9 @@ def header_of(sizes: Mapping[str, int], checks: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def header_nbytes(sizes: Mapping[str, int]) -> int:
+def header_nbytes(sizes: Mapping[str, int], level: str) -> int:
     """Length of `header_of`, which does not depend on the checks."""
-    return len(header_of(sizes, dict.fromkeys(sizes, "0" * 32)))
+    return len(header_of(sizes, dict.fromkeys(sizes, "0" * 32), level))
 
 
 def pack_index(data: bytes) -> bytes:
@@ -72,21 +72,21 @@ def pack_index(data: bytes) -> bytes:
 def unpack_index(data: bytes, where: str) -> bytes:
     """The inverse. Raises `FormatError`; never takes more memory than the stream can hold."""
     if len(data) < 4:
-        raise _broken(where, "its index is cut short")
+        raise broken(where, "its index is cut short")
     (length,) = struct.unpack("<I", data[:4])
     if length > MAX_INFLATE * len(data):
-        raise _broken(where, f"its index declares {length} bytes, more than {len(data)} can hold")
+        raise broken(where, f"its index declares {length} bytes, more than {len(data)} can hold")
     inflate = zlib.decompressobj()
     try:
         plain = inflate.decompress(data[4:], length + 1)
     except zlib.error as error:
-        raise _broken(where, f"its index does not inflate ({error})") from None
+        raise broken(where, f"its index does not inflate ({error})") from None
     if len(plain) != length or not inflate.eof or inflate.unused_data:
-        raise _broken(where, "its index is not as long as it says")
+        raise broken(where, "its index is not as long as it says")
     return plain
 
 
-def _broken(where: str, what: str) -> FormatError:
+def broken(where: str, what: str) -> FormatError:
     return FormatError(f"delta file {where}: {what}", hint="the file is damaged or no delta; fetch it again")
 
 
@@ -120,13 +120,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_streams(path: Path, sizes: Mapping[str, int], pieces: Mapping[str, Iterable[Any]]) -> int:
+def write_streams(
+    path: Path, sizes: Mapping[str, int], pieces: Mapping[str, Iterable[Any]], level: str
+) -> int:
     """Write a delta file: the pieces of each stream in turn, which must add up to `sizes`. Returns its
     bytes."""
     sizes = {name: sizes[name] for name in STREAMS if sizes.get(name)}
     checks: dict[str, str] = {}
     with replacing(path) as handle:
-        handle.write(header_of(sizes, dict.fromkeys(sizes, "0" * 32)))
+        handle.write(header_of(sizes, dict.fromkeys(sizes, "0" * 32), level))
         for name, size in sizes.items():
             check = hashlib.sha256()
             written = 0
@@ -143,8 +145,8 @@ def write_streams(path: Path, sizes: Mapping[str, int], pieces: Mapping[str, Ite
                 )
             checks[name] = check.hexdigest()[:32]
         handle.seek(0)
-        handle.write(header_of(sizes, checks))
-    return header_nbytes(sizes) + sum(sizes.values())
+        handle.write(header_of(sizes, checks, level))
+    return header_nbytes(sizes, level) + sum(sizes.values())
 
 
 class Mapped:
@@ -157,7 +159,7 @@ class Mapped:
             with path.open("rb") as handle:
                 size = os.fstat(handle.fileno()).st_size
                 if size < 8:
-                    raise _broken(where, f"{size} bytes are no safetensors file")
+                    raise broken(where, f"{size} bytes are no safetensors file")
                 mapped = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise InvalidInput(f"there is no file {where}", hint="check the path") from None
@@ -165,7 +167,7 @@ class Mapped:
             raise InvalidInput(f"{where} is a folder, not a delta file", hint="name the file") from None
         self.nbytes = size
         data = np.frombuffer(mapped, np.uint8)
-        begin, sizes, checks = _parse_header(data, where)
+        begin, sizes, checks, self.level = _parse_header(data, where)
         self.streams: dict[str, Bits] = {}
         at = begin
         for name, length in sizes.items():
@@ -185,20 +187,21 @@ class Mapped:
         return self.streams.get(name, np.empty(0, np.uint8))
 
 
-def _parse_header(data: Bits, where: str) -> tuple[int, dict[str, int], dict[str, str]]:
+def _parse_header(data: Bits, where: str) -> tuple[int, dict[str, int], dict[str, str], str]:
     """Start of the streams, their sizes and their checks. Raises `FormatError`."""
     (length,) = struct.unpack("<Q", data[:8].tobytes())
     if length > min(MAX_HEADER, data.size - 8):
-        raise _broken(where, f"its header declares {length} bytes")
+        raise broken(where, f"its header declares {length} bytes")
     raw = data[: 8 + length].tobytes()
     try:
         table = msgspec.json.decode(raw[8:], type=dict[str, dict[str, Any]])
         metadata = table.pop("__metadata__")
         found, version = str(metadata["format"]), int(metadata["format_version"])
+        level = str(metadata["level"])
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, ValueError):
-        raise _broken(where, "its header is not that of a delta") from None
+        raise broken(where, "its header is not that of a delta") from None
     if found != FORMAT:
-        raise _broken(where, f"its format is {found!r}, not {FORMAT!r}")
+        raise broken(where, f"its format is {found!r}, not {FORMAT!r}")
     if version != FORMAT_VERSION:
         raise FormatError(
             f"delta file {where}: format version {version}, this Weightline reads {FORMAT_VERSION}",
@@ -212,11 +215,11 @@ def _parse_header(data: Bits, where: str) -> tuple[int, dict[str, int], dict[str
             continue
         shape = entry.get("shape")
         if not (isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] > 0):
-            raise _broken(where, f"stream {name} has no plain length")
+            raise broken(where, f"stream {name} has no plain length")
         sizes[name] = shape[0]
         checks[name] = str(metadata.get(f"check.{name}", ""))
-    if INDEX not in sizes or header_of(sizes, checks) != raw:
-        raise _broken(where, "its header is not the one its streams have")
+    if INDEX not in sizes or header_of(sizes, checks, level) != raw:
+        raise broken(where, "its header is not the one its streams have")
     if 8 + length + sum(sizes.values()) != data.size:
-        raise _broken(where, f"{data.size} bytes instead of {8 + length + sum(sizes.values())}")
-    return 8 + length, sizes, checks
+        raise broken(where, f"{data.size} bytes instead of {8 + length + sum(sizes.values())}")
+    return 8 + length, sizes, checks, level

@@ -24,6 +24,12 @@ from weightline.codec.dtypes import Bits
 from weightline.errors import InvalidInput
 from weightline.types import TensorSpec
 
+A = (0xD2B4130F5F20D123, 0x6F20BBE878FD5F13)
+B = (0x96582715A92284FD, 0x4312407410415125)
+S = (0xE7413F2FF84F515D, 0x1E30DD2C1FD0F03B)
+C = (0x8C2DC07002823359, 0x97106B247A5F892D)
+"""Constants of the lanes: first 8 bytes (big-endian) of SHA-256("weightline digest lane <l> <letter>"), made
+odd."""
 EMPTY = "0" * 32
 """Digest of a tensor without elements."""
 _HEX = re.compile(r"[0-9a-f]{32}")

@@ -65,6 +65,7 @@ def _refuse(what: str) -> InvalidInput:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def parse_dtype(dtype: object) -> str:
     """The safetensors name of a numpy, ml_dtypes or torch dtype, or of a name of one ("torch.bfloat16" ->
     "BF16").
@@ -159,7 +160,7 @@ def specs_of(weights: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return {name: spec_of(name, array) for name, array in weights.items()}
 
 
-def _torch_flat(tensor: Any) -> Any:
+def torch_flat(tensor: Any) -> Any:
     """The tensor's bits as a flat torch tensor of a signed integer dtype (uint8 for one byte), where it
     lives."""
     import torch
@@ -188,7 +189,7 @@ def bits_of(array: Any) -> Bits:
     """
     if is_torch(array):
         width = width_of(parse_dtype(array.dtype))
-        return np.asarray(_torch_flat(array).cpu().numpy()).view(_UINT[width])
+        return np.asarray(torch_flat(array).cpu().numpy()).view(_UINT[width])
     if not isinstance(array, np.ndarray | np.generic):
         raise InvalidInput(
             f"{type(array).__name__} is not a numpy array or torch tensor",

@@ -1,53 +1,42 @@
-"""The inner loops in numba: the base that runs everywhere. Imported late; compiled on first use per element
-width and cached on disk.
+"""The inner loops in numba: the base that runs everywhere, the same bits as native/codec.c. Imported late.
 
-Every kernel takes its inputs read-only and releases the GIL, so that chunks run on threads. Positions are
-offsets inside one chunk.
+Compiled at first use per element width and cached on disk. Every kernel releases the GIL. Rows
+(`coding.R_*`) hold addresses, so that a
+whole batch is one call.
 """
+
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import ctypes
 from typing import Any
 
-import numba as nb
 import numpy as np
-from numba import types as nt
+import numpy.typing as npt
 
-_UINT = {1: nt.uint8, 2: nt.uint16, 4: nt.uint32, 8: nt.uint64}
-U64 = np.uint64
+from weightline.codec import digest
+from weightline.codec.bitruns import U64, jit
+from weightline.codec.chunkcode import E_DENSE, E_RAW, contexts_of, decode_chunk, encode_chunk, finish_chunk
+from weightline.codec.intrinsics import over
 
-# Constants of the two digest lanes: first 8 bytes (big-endian) of SHA-256("weightline digest lane <l>
-# <letter>"), made odd.
-A0, B0, S0, C0 = 0xD2B4130F5F20D123, 0x96582715A92284FD, 0xE7413F2FF84F515D, 0x8C2DC07002823359
-A1, B1, S1, C1 = 0x6F20BBE878FD5F13, 0x4312407410415125, 0x1E30DD2C1FD0F03B, 0x97106B247A5F892D
+Array = npt.NDArray[Any]
+R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS = range(6)
+MAX_CLASSES = 256
 
-
-def _in(width: int) -> Any:
-    return nt.Array(_UINT[width], 1, "C", readonly=True)
-
-
-def _ro(kind: Any) -> Any:
-    return nt.Array(kind, 1, "C", readonly=True)
+A0, B0, S0, C0 = digest.A[0], digest.B[0], digest.S[0], digest.C[0]
+A1, B1, S1, C1 = digest.A[1], digest.B[1], digest.S[1], digest.C[1]
 
 
-def _out(kind: Any) -> Any:
-    return nt.Array(kind, 1, "C")
-
-
-def _compiled(function: Callable[..., Any], *signature: Any) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = nb.njit(signature, cache=True, nogil=True, boundscheck=False)(function)
-    return compiled
-
-
-def _digest_range(bits: Any, start: Any, out: Any) -> None:
+@jit
+def _digest_range(address: Any, count: Any, start: Any, out: Any, like: Any) -> None:
+    bits = over(address, count, like.dtype)
     a0, b0, c0, a1, b1, c1 = U64(A0), U64(B0), U64(C0), U64(A1), U64(B1), U64(C1)
     i0 = U64(start) * a0 + U64(S0)
     i1 = U64(start) * a1 + U64(S1)
     s0 = U64(0)
     s1 = U64(0)
-    for j in range(bits.size):
+    for j in range(count):
         b = U64(bits[j])
         x = (i0 + U64(j) * a0) + b * b0
         x = (x ^ (x >> U64(32))) * c0
@@ -59,25 +48,62 @@ def _digest_range(bits: Any, start: Any, out: Any) -> None:
     out[1] += s1
 
 
-def _digest_at(index: Any, base: Any, bits: Any, out: Any) -> None:
+@jit
+def _mix0(i: Any, b: Any) -> Any:
+    x = i * U64(A0) + U64(S0) + b * U64(B0)
+    x = (x ^ (x >> U64(32))) * U64(C0)
+    return x ^ (x >> U64(32))
+
+
+@jit
+def _mix1(i: Any, b: Any) -> Any:
+    x = i * U64(A1) + U64(S1) + b * U64(B1)
+    x = (x ^ (x >> U64(32))) * U64(C1)
+    return x ^ (x >> U64(32))
+
+
+@jit
+def _digest_at(index: Any, base: Any, address: Any, count: Any, out: Any, like: Any) -> None:
+    bits = over(address, count, like.dtype)
+    places = over(index, count, np.int64)
+    for j in range(count):
+        i = U64(base) + U64(places[j])
+        out[0] += _mix0(i, U64(bits[j]))
+        out[1] += _mix1(i, U64(bits[j]))
+
+
+@jit
+def _digest_moves(start: Any, pos: Any, was: Any, now: Any, out: Any) -> None:
     s0 = U64(0)
     s1 = U64(0)
-    for j in range(bits.size):
-        b = U64(bits[j])
-        i = U64(base) + U64(index[j])
-        x = i * U64(A0) + U64(S0) + b * U64(B0)
-        x = (x ^ (x >> U64(32))) * U64(C0)
-        s0 += x ^ (x >> U64(32))
-        y = i * U64(A1) + U64(S1) + b * U64(B1)
-        y = (y ^ (y >> U64(32))) * U64(C1)
-        s1 += y ^ (y >> U64(32))
-    out[0] += s0
-    out[1] += s1
+    for j in range(pos.size):
+        i = U64(start) + U64(pos[j])
+        s0 += _mix0(i, U64(now[j])) - _mix0(i, U64(was[j]))
+        s1 += _mix1(i, U64(now[j])) - _mix1(i, U64(was[j]))
+    out[0] = s0
+    out[1] = s1
 
 
-def _scan(old: Any, new: Any, positions: Any) -> Any:
+@jit
+def _gather(source: Any, size: Any, index: Any, out: Any) -> None:
+    values = over(source, size, out.dtype)
+    places = over(index, out.size, np.int64)
+    for j in range(out.size):
+        out[j] = values[places[j]]
+
+
+@jit
+def _scatter(target: Any, index: Any, values: Any, count: Any) -> None:
+    new = over(values, count, target.dtype)
+    places = over(index, count, np.int64)
+    for j in range(count):
+        target[places[j]] = new[j]
+
+
+@jit
+def _scan_chunk(old: Any, new: Any, pos: Any, was: Any, now: Any) -> Any:
     n = old.size
-    count = 0
+    hits = np.int64(0)
     block = 128
     full = n // block
     for k in range(full):
@@ -88,50 +114,221 @@ def _scan(old: Any, new: Any, positions: Any) -> Any:
         if differs != 0:
             for j in range(at, at + block):
                 if old[j] != new[j]:
-                    positions[count] = j
-                    count += 1
+                    pos[hits] = j
+                    was[hits] = old[j]
+                    now[hits] = new[j]
+                    hits += 1
     for j in range(full * block, n):
         if old[j] != new[j]:
-            positions[count] = j
-            count += 1
-    return count
+            pos[hits] = j
+            was[hits] = old[j]
+            now[hits] = new[j]
+            hits += 1
+    return hits
 
 
-def _gather(source: Any, index: Any, out: Any) -> None:
-    for j in range(index.size):
-        out[j] = source[index[j]]
+@jit
+def _scan(rows: Any, pos: Any, was: Any, now: Any, lanes: Any) -> Any:
+    at = np.int64(0)
+    for r in range(len(rows)):
+        row = rows[r]
+        if at + row[R_COUNT] > pos.size:
+            return r
+        old, new = over(row[R_OLD], row[R_COUNT], was.dtype), over(row[R_NEW], row[R_COUNT], was.dtype)
+        hits = _scan_chunk(old, new, pos[at:], was[at:], now[at:])
+        row[R_OFFSET] = at
+        row[R_HITS] = hits
+        end = at + hits
+        _digest_moves(row[R_START], pos[at:end], was[at:end], now[at:end], lanes[r])
+        at = end
+    return len(rows)
 
 
-def _scatter(target: Any, index: Any, values: Any) -> None:
-    for j in range(index.size):
-        target[index[j]] = values[j]
+@jit
+def _write(rows: Any, pos: Any, values: Any) -> None:
+    for r in range(len(rows)):
+        row = rows[r]
+        target = over(row[R_OLD], row[R_COUNT], values.dtype)
+        for j in range(row[R_OFFSET], row[R_OFFSET] + row[R_HITS]):
+            target[pos[j]] = values[j]
 
 
-@functools.cache
-def digest_range(width: int) -> Callable[..., Any]:
-    """(bits, start, out uint64[2]): adds the digest of `bits` at indexes start, start + 1, … to `out`."""
-    return _compiled(_digest_range, _in(width), nt.uint64, _out(nt.uint64))
+@jit
+def _cast(master: Any, shadow: Any, pos: Any, was: Any, now: Any) -> Any:
+    hits = np.int64(0)
+    block = 128
+    new = np.empty(block, np.uint16)
+    for at in range(0, master.size, block):
+        count = min(block, master.size - at)
+        differs = np.uint16(0)
+        for j in range(count):
+            x = master[at + j]
+            even = (x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            nan = ((x >> np.uint32(16)) & np.uint32(0x8000)) | np.uint32(0x7FC0)
+            c = np.uint16(nan if (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else even)
+            new[j] = c
+            differs |= c ^ shadow[at + j]
+        if differs != 0:
+            for j in range(count):
+                if new[j] != shadow[at + j]:
+                    pos[hits] = at + j
+                    was[hits] = shadow[at + j]
+                    now[hits] = new[j]
+                    hits += 1
+                    shadow[at + j] = new[j]
+    return hits
 
 
-@functools.cache
-def digest_at(width: int) -> Callable[..., Any]:
-    """(index int64, base, bits, out uint64[2]): adds the digest of elements at base + index to `out`."""
-    return _compiled(_digest_at, _ro(nt.int64), nt.uint64, _in(width), _out(nt.uint64))
+def _at(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
-@functools.cache
-def scan(width: int) -> Callable[..., Any]:
-    """(old, new, positions uint32): writes where they differ, ascending; returns how many."""
-    return _compiled(_scan, _in(width), _in(width), _out(nt.uint32))
+def digest_range(bits: Array, start: int, lanes: Array) -> None:
+    _digest_range(_at(bits), bits.size, np.uint64(start), lanes, np.empty(0, bits.dtype))
 
 
-@functools.cache
-def gather(width: int) -> Callable[..., Any]:
-    """(source, index int64, out)."""
-    return _compiled(_gather, _in(width), _ro(nt.int64), _out(_UINT[width]))
+def digest_at(index: Array, base: int, bits: Array, lanes: Array) -> None:
+    _digest_at(_at(index), np.uint64(base), _at(bits), bits.size, lanes, np.empty(0, bits.dtype))
 
 
-@functools.cache
-def scatter(width: int) -> Callable[..., Any]:
-    """(target, index int64, values)."""
-    return _compiled(_scatter, _out(_UINT[width]), _ro(nt.int64), _in(width))
+def gather(source: Array, index: Array, out: Array) -> None:
+    _gather(_at(source), source.size, _at(index), out)
+
+
+def scatter(target: Array, index: Array, values: Array) -> None:
+    _scatter(target, _at(index), _at(values), index.size)
+
+
+def scan(rows: Array, pos: Array, was: Array, now: Array, lanes: Array) -> int:
+    return int(_scan(rows, pos, was, now, lanes))
+
+
+def write(rows: Array, pos: Array, values: Array) -> None:
+    _write(rows, pos, values)
+
+
+def cast(master: Array, shadow: Array, pos: Array, was: Array, now: Array) -> int:
+    return int(_cast(master, shadow, pos, was, now))
+
+
+def _contexts(row: Array, kind: tuple[int, int, int], like: Array) -> Array:
+    out = np.empty(int(row[R_COUNT]), np.uint8)
+    contexts_of(int(row[R_OLD]), out.size, like.dtype.type(kind[1]), like.dtype.type(kind[2]), out, like[:0])
+    return out
+
+
+def encode(
+    rows: Array, pos: Array, was: Array, now: Array, kind: tuple[int, int, int], dense: bool,
+    chunks: Array, classes: Array, out: Array, sizes: Array,
+) -> int:  # fmt: skip
+    raw = out.view(np.uint8)
+    none = np.empty(0, np.uint8)
+    at, used = 0, 0
+    for r, row in enumerate(rows):
+        total, first = int(row[R_COUNT]), int(row[R_OFFSET])
+        worst = total * was.itemsize + total // 8 + 64
+        if at + worst > raw.size or used + MAX_CLASSES > len(classes):
+            sizes[:] = at, used
+            return r
+        chunks[r] = 0
+        if row[R_HITS]:
+            last = first + int(row[R_HITS])
+            words = np.empty(worst // 8 + 16, np.uint64)
+            encode_chunk(
+                _contexts(row, kind, was) if dense else none, int(row[R_NEW] != 0), total, pos[first:last],
+                was[first:last].astype(np.uint64), now[first:last].astype(np.uint64), *kind, int(dense),
+                words, chunks[r], classes[used:], was.itemsize * 8,
+            )  # fmt: skip
+            nbytes = int(chunks[r, 3])
+            if chunks[r, 0] == E_RAW:
+                raw[at : at + nbytes] = np.frombuffer(ctypes.string_at(int(row[R_NEW]), nbytes), np.uint8)
+            else:
+                raw[at : at + nbytes] = words.view(np.uint8)[:nbytes]
+            at, used = at + nbytes, used + int(chunks[r, 2])
+    sizes[:] = at, used
+    return len(rows)
+
+
+def _decode_row(
+    row: Array, chunk: Array, classes: Array, kind: tuple[int, int, int], pos: Array, was: Array, now: Array
+) -> int:
+    """One chunk. Returns its hits, -1: damaged, -2: not of this base."""
+    total, nbytes = int(row[R_COUNT]), int(chunk[3])
+    data = ctypes.string_at(int(row[R_NEW]), nbytes)
+    if chunk[0] == E_RAW:
+        if nbytes != total * was.itemsize:
+            return -1
+        old = np.frombuffer(ctypes.string_at(int(row[R_OLD]), nbytes), was.dtype)
+        return int(_scan_chunk(old.copy(), np.frombuffer(data, was.dtype).copy(), pos, was, now))
+    words = np.frombuffer(data + bytes(-nbytes % 8 + 24), np.uint64).copy()
+    bound = int(classes[: int(chunk[2]), 2].sum())
+    if not 0 <= bound <= total:
+        return -1
+    scratch, numbers = np.empty((2, bound + 8), np.uint64), np.empty((2, bound + 8), np.uint32)
+    sign, maps = np.empty(bound + 8, np.uint8), np.empty(256, np.int64)
+    start, end = np.zeros(257, np.int64), np.zeros(257, np.int64)
+    contexts = _contexts(row, kind, was) if chunk[0] == E_DENSE else np.empty(0, np.uint8)
+    width = was.itemsize * 8
+    hits = int(
+        decode_chunk(
+            contexts,
+            total,
+            words,
+            nbytes * 8,
+            chunk,
+            classes,
+            scratch,
+            numbers,
+            sign,
+            maps,
+            start,
+            end,
+            pos,
+            width,
+        )
+    )
+    if hits < 0:
+        return hits
+    bad = finish_chunk(
+        int(row[R_OLD]),
+        total,
+        hits,
+        int(chunk[2]),
+        *kind,
+        scratch[0],
+        sign,
+        maps,
+        start,
+        end,
+        pos,
+        was,
+        now,
+        width,
+    )
+    return hits if bad == 0 else -2
+
+
+def decode(
+    rows: Array, chunks: Array, classes: Array, kind: tuple[int, int, int], longest: int,
+    pos: Array, was: Array, now: Array, lanes: Array,
+) -> int:  # fmt: skip
+    del longest
+    at, used = 0, 0
+    for r, row in enumerate(rows):
+        hits = 0
+        if chunks[r, 0] != 0:
+            bound = int(
+                row[R_COUNT] if chunks[r, 0] == E_RAW else classes[used : used + chunks[r, 2], 2].sum()
+            )
+            if at + bound > pos.size:
+                return r
+            hits = _decode_row(row, chunks[r], classes[used:], kind, pos[at:], was[at:], now[at:])
+            if hits < 0:
+                return -1 - r if hits == -1 else -(1 << 40) - r
+            used += int(chunks[r, 2])
+        row[R_OFFSET], row[R_HITS] = at, hits
+        end = at + hits
+        _digest_moves(np.uint64(row[R_START]), pos[at:end], was[at:end], now[at:end], lanes[r])
+        at = end
+    return len(rows)

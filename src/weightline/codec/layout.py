@@ -14,6 +14,7 @@ from weightline.codec import backend, digest
 from weightline.codec.container import (
     INDEX,
     Mapped,
+    broken,
     header_nbytes,
     pack_index,
     write_streams,
@@ -46,7 +47,6 @@ class TensorRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class FileIndex(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The index, as a MessagePack array."""
 
-    level: str
     base: int | None
     version: int | None
     tensors: tuple[TensorRecord, ...]
@@ -104,7 +104,7 @@ def _plan(
     changes: Iterable[TensorChange], base: int | None, version: int | None
 ) -> tuple[dict[str, int], bytes]:
     records = tuple(_record(change) for change in changes)
-    index = pack_index(msgspec.msgpack.encode(FileIndex("absolute", base, version, records)))
+    index = pack_index(msgspec.msgpack.encode(FileIndex(base, version, records)))
     return _sizes(records, index), index
 
 
@@ -113,7 +113,7 @@ def absolute_nbytes(
 ) -> int:
     """Bytes of the file at level "absolute"."""
     sizes, _ = _plan(changes, base, version)
-    return header_nbytes(sizes) + sum(sizes.values())
+    return header_nbytes(sizes, "absolute") + sum(sizes.values())
 
 
 def _with_padding(pieces: Iterable[Any], nbytes: int) -> Iterator[Any]:
@@ -145,7 +145,7 @@ def write_absolute(delta: Delta, path: Path) -> int:
         "values": _values(delta.changes(), False),
         INDEX: [index],
     }
-    return write_streams(path, sizes, pieces)
+    return write_streams(path, sizes, pieces, "absolute")
 
 
 class AbsoluteFile:
@@ -223,6 +223,9 @@ class AbsoluteFile:
     def measure(self, base: int | None, version: int | None) -> int:  # noqa: ARG002
         return self._mapped.nbytes
 
+    def count(self, name: str) -> int:
+        return self._records[name].count
+
     def change(self, name: str) -> TensorChange:
         record, spec = self._records[name], self.specs[name]
         kind = bits_dtype(record.dtype)
@@ -240,31 +243,10 @@ class AbsoluteFile:
         return TensorChange(spec, index, bits, after, record.base_digest.hex())
 
 
-def write_delta(delta: Delta, path: str | Path, *, level: str = "absolute") -> int:
-    """Write a delta as one safetensors file (temporary name, fsync, rename); returns its bytes.
-
-    Raises `InvalidInput` for a change that does not fit its tensor; nothing is left behind then.
-    """
-    if level != "absolute":
-        raise InvalidInput(f"unknown level {level!r}", hint='use "absolute"')
-    return write_absolute(delta, Path(path))
-
-
-def read_delta(path: str | Path, *, verify: bool = True) -> Delta:
-    """Map a delta file. `verify` checks every byte of it; the structure is checked in any case.
-
-    Raises `FormatError` (not a delta, cut short, inconsistent, from a newer format) or `IntegrityError`
-    (bytes differ from their check).
-    """
-    mapped = Mapped(Path(path), verify=verify)
+def open_absolute(mapped: Mapped, *, verify: bool) -> Delta:
+    """The delta of a mapped file at level "absolute". Raises `FormatError` or `IntegrityError`."""
     try:
         index = msgspec.msgpack.decode(mapped.index, type=FileIndex)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise FormatError(
-            f"delta file {path}: its index is no index ({error})", hint="fetch it again"
-        ) from None
-    if index.level != "absolute":
-        raise FormatError(
-            f"delta file {path}: unknown level {index.level!r}", hint="upgrade weightline to read newer files"
-        )
+        raise broken(str(mapped.path), f"its index is no index ({error})") from None
     return Delta(AbsoluteFile(mapped, index, verify=verify), base=index.base, version=index.version)

@@ -24,7 +24,7 @@ PERIOD = 0.4
 
 
 class Probe:
-    """Polls until `close`. A door that does not answer is asked again: whether its process lives is the
+    """Polls until `stop`. A door that does not answer is asked again: whether its process lives is the
     supervisor's business.
     """
 
@@ -34,9 +34,12 @@ class Probe:
         self._thread = threading.Thread(target=self._run, name="probe", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop asking; returns when the thread has ended. Idempotent."""
+    def stop(self) -> None:
+        """Ask nothing more. Returns at once; answers under way may still come."""
         self._stop.set()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, which it does soon once the doors are gone. After `stop`."""
         self._thread.join(timeout=10.0)
 
     def _run(self) -> None:

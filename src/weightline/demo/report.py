@@ -219,9 +219,9 @@ def _control_line(audit: Audit) -> str | None:
     if control is None or control.max_logprob_error is None or audit.max_logprob_error is None:
         return None
     return (
-        f"log-probabilities replay to {audit.max_logprob_error:.1e}; with the labels of the mixed ones "
-        f"exchanged, to {control.max_logprob_error:.1e}, and {control.mismatches} of {control.tokens} tokens "
-        "would differ"
+        f"log-probabilities replay to {audit.max_logprob_error:.1e}; were the labels of the mixed ones "
+        f"exchanged, {control.logprob_outliers} of {control.tokens} would be off, "
+        f"by up to {control.max_logprob_error:.1e} (and {control.mismatches} tokens would differ)"
     )
 
 

@@ -283,16 +283,10 @@ class RolloutClient:
             answer.raise_for_status()
             choice = answer.json()["choices"][0]
             sample = read_choice(choice, engine)
-        except (
-            httpx.HTTPError,
-            WeightlineError,
-            ValueError,
-            KeyError,
-            IndexError,
-            TypeError,
-            AttributeError,
-        ):
+        except _IMPROPER as error:
             self._count(None)
+            if self._on_drop is not None:
+                self._on_drop(name, engine, f"{type(error).__name__}: {error}")
             return None
         finally:
             self._load[engine] -= 1

@@ -23,7 +23,7 @@ from weightline.demo.view import make_view
 from weightline.errors import InvalidInput, Unavailable, WeightlineError, from_dict
 
 MAX_MODEL_LEN = 256
-"""Prompt and output tokens of a request. With SmolLM2 an engine then takes 1.3 GB, not 2.6 GB as with 2048."""
+"""Prompt and output tokens of a request. A SmolLM2 engine then takes 1.3 GB, not 2.6 GB as with 2048."""
 AUDITED_REQUESTS = 24
 _FINISHING = ("model", "trainer", "audit")
 """Children that are meant to end by themselves, with exit code 0."""
@@ -185,7 +185,12 @@ class Demo:
         self._start(
             "audit", "weightline.audit", self.url, model, self.rollouts, *sample, threads=self._threads
         )
-        self._wait(lambda: "audit" in self._ended, "the replay", timeout=900.0)
+        # Its last event is all we need; torch takes seconds to leave a process.
+        self._wait(
+            lambda: self.board.audit.outcome is not None or "audit" in self._ended,
+            "the replay",
+            timeout=900.0,
+        )
         if self.board.audit.outcome is None:
             raise self.children.failure(ChildExit("audit", 0))
 
@@ -226,6 +231,10 @@ class Demo:
         """Run `python -m MODULE ARGUMENTS...` as a child; commands of ours are asked for events."""
         command = ["-m", module, *map(str, arguments), *(["--json"] if module == "weightline" else [])]
         env = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMBA")}
+        # More threads than cores: one that spins while it waits takes the core from one that works.
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+        # torch makes this folder, and leaves it there.
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(self.places.runtime / "torch")
         self.children.start(name, command, env=env)
         self.board.parts[name] = "starting"
 
@@ -313,7 +322,7 @@ class Demo:
         try:
             self.board.phase = "stop"
             self.view.__exit__(kind, error, trace)
-            self._stop_children(2.0 if error is not None else 5.0)
+            self._stop_children(hurry=error is not None)
         finally:
             failed = isinstance(error, WeightlineError) or (
                 error is not None and not isinstance(error, Stopped)
@@ -326,15 +335,22 @@ class Demo:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
-    def _stop_children(self, grace: float) -> None:
-        """Those that use others first, so that nobody is left talking to a door that is gone."""
+    def _stop_children(self, *, hurry: bool) -> None:
+        """Those that use others first, so that nobody is left talking to a door that is gone; in a hurry, all
+        at once.
+        """
         self._stopped = [c.name for c in self.children if c.running]
-        names = [c.name for c in self.children]
-        followers = [n for n in names if n.startswith("follower-")]
         if self._probe is not None:
-            self._probe.close()
-        for group in (["model", "audit", "trainer", *followers], list(self.board.engines), ["server"]):
-            self.notes += self.children.stop(*group, grace=grace)
+            self._probe.stop()
+        engines = list(self.board.engines)
+        followers = [_follower(name) for name in engines]
+        groups = [["model", "audit", "trainer", *followers], engines, ["server"]]
+        if hurry:
+            groups = [[name for group in groups for name in group]]
+        for group in groups:
+            self.notes += self.children.stop(*group, grace=3.0 if hurry else 5.0)
+        if self._probe is not None:
+            self._probe.join()
 
     def account(self, stopped: Stopped) -> str:
         """What was done when a signal ended the demo, for people."""
@@ -346,7 +362,7 @@ class Demo:
         done = f"{len(self.board.records)} versions committed, {len(self.board.steps)} steps done"
         processes = ", ".join(self._stopped) or "nothing was running"
         notes = "".join(f"\n{note}" for note in self.notes)
-        return f"{stopped}: stopped {processes}; {done}; {where}{notes}"
+        return f"{stopped}: stopped {processes}\n{done}; {where}{notes}"
 
 
 def _follower(engine: str) -> str:

@@ -133,7 +133,6 @@ class Trainer:
         self.step = 0
         self.committer = Committer(line, self.model, dtype="BF16", model_files=config.model)
         self.announcer = Announcer(line, self.committer)
-        self._states: list[Path] = []
 
     def run(self) -> None:
         """Version 1 or the newest recoverable state; then steps, with rollouts in flight all the time."""
@@ -168,11 +167,13 @@ class Trainer:
             counts = client.stop()
         self.committer.close()
         self.announcer.close()
-        self._forget_states()
         emit("rollouts", **msgspec.to_builtins(counts))
         emit("done", step=self.step, version=self.line.latest(), seconds=time.perf_counter() - began)
 
     def _begin(self) -> None:
+        left = self._state_path("*")
+        for path in left.parent.glob(left.name):  # by a trainer that was killed
+            path.unlink()
         newest = self.line.latest()
         if newest is None:
             self._commit({})
@@ -228,21 +229,23 @@ class Trainer:
         every = self.config.attachments_every
         attachments: dict[str, Path | str | bytes] | None = None
         if self.step == self.config.steps or (every and self.step % every == 0):
-            path = Path(self.config.rollouts).with_name(f"trainer-state-{self.step}.safetensors")
+            path = self._state_path(str(self.step))
             save_state(
                 path, step=self.step, model=self.model, optimizer=self.optimizer, position=self.task.position
             )
             attachments = {ATTACHMENT: path}
-            self._states.append(path)
         future = self.committer.after_step(
             self.step, anchor=self.step == 0, attachments=attachments, metadata=metadata, force=True
         )
-        if future is not None:
-            self.announcer.announce(self.step, future)
+        if future is None:
+            return
+        if attachments:
+            future.add_done_callback(lambda _: path.unlink(missing_ok=True))
+        self.announcer.announce(self.step, future)
 
-    def _forget_states(self) -> None:
-        for path in self._states:
-            path.unlink(missing_ok=True)
+    def _state_path(self, step: str) -> Path:
+        """Where the state waits until the store has its copy."""
+        return Path(self.config.rollouts).with_name(f"trainer-state-{step}.safetensors")
 
 
 def examples_of(groups: Sequence[Group], task: Task) -> tuple[list[Example], list[float]]:

@@ -102,7 +102,7 @@ def picture(board: Board, seconds: float) -> RenderableType:
                 f"{r['requests']} requests, {r['tokens']} tokens, {r['mixed']} mixed, {dropped}"
             ),
         )
-    if board.phase in ("audit", "stop") or board.audit.outcome:
+    if board.phase == "audit" or board.audit.outcome:
         grid.add_row("audit", _audit(board))
     return Group(head, grid, *([_engines(board)] if board.records else []))
 

@@ -76,7 +76,7 @@ class Engine:
             max_model_len=options.max_model_len,
             prefill_tokens=options.prefill_tokens,
         )
-        self.refits = Refits(_Host(self), self.weights, timeout=options.session_timeout, clock=clock)
+        self.refits = Refits(self, self.weights, timeout=options.session_timeout, clock=clock)
         self._state: Running = "running"
         self._recompute = False
         self._drained: list[Future[None]] = []
@@ -252,11 +252,27 @@ class Engine:
                 ConflictError("the engine was resumed before running requests had ended", hint="pause again")
             )
 
+    @property
+    def halted(self) -> bool:
+        """Paused, or on the way there."""
+        return self._state != "running"
+
     def reset_kv(self) -> None:
         """All running requests compute their keys and values anew."""
         self.call(self.scheduler.forget_kv)
 
     # Labels and weights.
+
+    def weights_changed(self) -> None:
+        """On the engine thread: weights or label are others now, so a half-computed pass starts over."""
+        self.scheduler.restart_partial()
+
+    def quarantine(self, why: str) -> None:
+        """On the engine thread: the weights are in an unknown state. Ends all requests and takes no more."""
+        log.error("quarantined: %s", why)
+        self.quarantined = True
+        self.weights.carried.clear()
+        self._abort(lambda _: True)
 
     def set_label(self, label: str) -> None:
         """Tokens of the next step carry `label`; weights and version stay. What is behind such a label is
@@ -376,45 +392,3 @@ class Engine:
     def _patience(self) -> float | None:
         deadline = self.refits.deadline()
         return None if deadline is None else max(0.05, deadline - self.clock())
-
-
-class _Host:
-    """The engine as its refit sessions see it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def identity(self) -> Identity:
-        return self._engine.identity
-
-    @identity.setter
-    def identity(self, identity: Identity) -> None:
-        self._engine.identity = identity
-
-    @property
-    def quarantined(self) -> bool:
-        return self._engine.quarantined
-
-    @quarantined.setter
-    def quarantined(self, quarantined: bool) -> None:
-        self._engine.quarantined = quarantined
-
-    @property
-    def paused(self) -> bool:
-        return self._engine.paused
-
-    @property
-    def halted(self) -> bool:
-        return self._engine._state != "running"
-
-    def resume(self) -> None:
-        self._engine.resume_now()
-
-    def weights_changed(self) -> None:
-        self._engine.scheduler.restart_partial()
-
-    def quarantine(self, why: str) -> None:
-        log.error("quarantined: %s", why)
-        self._engine.quarantined = True
-        self._engine._abort(lambda _: True)

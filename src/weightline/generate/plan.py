@@ -48,7 +48,7 @@ def make_plan(weights: LiveWeights, order: RefitOrder) -> Plan:
 
     Raises `RefitError("old")` listing every miss: an unreadable or damaged file, a name with no home,
     another shape, a dtype that does not widen exactly, a missing digest, tied names that differ, or (in a
-    full refit) tensors that are not covered.
+    full refit) tensors that are neither in the file nor known to have the digest that the order names.
     """
     try:
         delta = codec.read_delta(Path(order.file))
@@ -79,7 +79,8 @@ def plan_delta(weights: LiveWeights, order: RefitOrder, delta: Delta) -> Plan:
     misses += _overlaps(writes)
     if order.have is None:
         full = [w.window for w in writes.values() if w.index is None]
-        misses += [f"{owner}: not in a full refit" for owner in weights.uncovered(full)]
+        there = weights.holding(order.digests)
+        misses += [f"{owner}: not in a full refit" for owner in weights.uncovered([*full, *there])]
     misses += _dtype_changes(weights, tuple(writes.values()))
     if misses:
         raise refused(

@@ -51,7 +51,7 @@ class Host(Protocol):
         """Paused, or on the way there."""
         ...
 
-    def resume(self) -> None:
+    def resume_now(self) -> None:
         """Let generation go on."""
         ...
 
@@ -355,7 +355,7 @@ class Refits:
         except WeightlineError as error:
             log.error("%s", error)
         if session.paused_engine and self.host.halted:
-            self.host.resume()
+            self.host.resume_now()
 
     def _need(self, session: Session, states: tuple[State, ...], verb: str) -> None:
         if session.state not in states:

@@ -153,6 +153,14 @@ class LiveWeights:
                 missing.append(owner)
         return missing
 
+    def holding(self, digests: Mapping[str, str]) -> list[Window]:
+        """The windows among `digests` that are known to have the digest named there already."""
+        return [
+            window
+            for name, digest in digests.items()
+            if (window := self.windows.get(name)) and self.carried.get(window.region) == digest
+        ]
+
     def _size(self, owner: str) -> int:
         if owner in self.windows:
             return int(self.windows[owner].bits.size)

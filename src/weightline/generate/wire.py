@@ -22,6 +22,7 @@ class EngineState(Struct, frozen=True, kw_only=True):
     quarantined: bool
     tensors: tuple[TensorSpec, ...]
     aliases: dict[str, str] = {}
+    proves_digests: bool = True
     model: str = ""
     """The folder the engine was started from."""
     running: int = 0

@@ -52,6 +52,8 @@ class _Plan(msgspec.Struct, frozen=True):
     record: VersionRecord
     manifest: Any
     mapping: dict[str, str]
+    fresh: bool
+    """The engine was never told a version, and knows the digests of what it started from."""
 
 
 class _PendingAck(msgspec.Struct, frozen=True):
@@ -255,7 +257,8 @@ class Follower:
                 engine_state="old",
                 hint="serve a model with untied weights, or commit tied ones",
             )
-        return _Plan(record, manifest, mapping)
+        fresh = engine.proves_digests and engine.version is None and not engine.quarantined
+        return _Plan(record, manifest, mapping, fresh)
 
     def _fetch(self, plan: _Plan, have: int | None) -> tuple[RefitFile, int | None]:
         """The file to hand over, and the version it starts from: None for a full one, also when the way from
@@ -267,7 +270,13 @@ class Follower:
                 ), have
             except (VersionGone, VersionNotFound, InvalidInput):
                 pass  # deltas retired, or shapes changed on the way: the full version needs neither
-        return self.replica.full_file(self.line, plan.record, plan.manifest, plan.mapping), None
+        live = None
+        if plan.fresh:
+            # Started from a folder that may hold this very version, or most of it.
+            with contextlib.suppress(InvalidInput, RefitError):
+                live = self.port.digests(tuple(plan.mapping.values()))
+        file = self.replica.full_file(self.line, plan.record, plan.manifest, plan.mapping, live=live)
+        return file, None
 
     def _confirm(
         self, before: EngineDescription, record: VersionRecord, outcome: RefitOutcome, foreign_pause: bool

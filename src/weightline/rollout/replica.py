@@ -145,15 +145,31 @@ class Replica:
         return self._write(delta, manifest, mapping, f"{have}-{record.version}")
 
     def full_file(
-        self, line: Line, record: VersionRecord, manifest: Manifest, mapping: Mapping[str, str]
+        self,
+        line: Line,
+        record: VersionRecord,
+        manifest: Manifest,
+        mapping: Mapping[str, str],
+        *,
+        live: Mapping[str, str] | None = None,
     ) -> RefitFile:
-        """All tensors of `record` in full: right whatever the engine holds now. Raises `IntegrityError`,
-        `VersionGone`."""
+        """The tensors of `record` in full: right whatever the engine holds now. Raises `IntegrityError`,
+        `VersionGone`.
+
+        `live`: digests of the engine's tensors, by its names; those that have theirs already are left out.
+        """
         from weightline.codec import full
 
         digests = {entry.spec.name: entry.digest for entry in manifest.tensors}
         weights = line.load(record.version)  # verified against these digests
-        return self._write(full(weights, digests=digests), manifest, mapping, f"full-{record.version}")
+        there = {name for name, digest in digests.items() if (live or {}).get(mapping[name]) == digest}
+        delta = full(
+            {name: array for name, array in weights.items() if name not in there},
+            digests={name: digest for name, digest in digests.items() if name not in there},
+        )
+        file = self._write(delta, manifest, mapping, f"full-{record.version}")
+        promised = {mapping[name]: digest for name, digest in digests.items()}
+        return msgspec.structs.replace(file, digests=promised)
 
     def discard(self, file: RefitFile) -> None:
         """Remove a file that this replica wrote; a blob of the store stays."""

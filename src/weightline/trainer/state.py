@@ -112,10 +112,10 @@ def load_state(
         for name in generators or {}:
             if name not in tree["generators"]:
                 raise InvalidInput(f"{path}: holds no generator {name!r}", hint="resume without it")
+        if optimizer is not None:  # it checks its own shape: before anything else is changed
+            _load_optimizer(optimizer, tree["optimizer"], path)
         for name, tensor in masters.items():  # streamed: one tensor at a time
             tensor.copy_(archive.read(_reference(nodes["masters"][name])))
-    if optimizer is not None:
-        _load_optimizer(optimizer, tree["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(tree["scheduler"])
     for name, generator in (generators or {}).items():
@@ -180,10 +180,16 @@ def _matching(archive: Archive, nodes: Any, tensors: dict[str, Any]) -> dict[str
     return tensors
 
 
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+def _load_optimizer(optimizer: Any, state: dict[str, Any], path: Path) -> None:
     import torch
 
-    optimizer.load_state_dict(state)
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, KeyError) as error:
+        raise InvalidInput(
+            f"{path}: state of another optimizer: {error}",
+            hint="resume with the optimizer and the parameter groups that were saved",
+        ) from error
     # torch casts state to its parameter's dtype on load; where the optimizer keeps another one, that would
     # change bits.
     parameters = [p for group in getattr(optimizer, "param_groups", []) for p in group["params"]]

