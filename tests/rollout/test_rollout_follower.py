@@ -123,19 +123,19 @@ def test_an_empty_store_is_waited_for(own_rig):
     own_rig.settle(follower, 1)
 
 
-def test_the_blob_of_the_store_is_handed_over_as_it_lies(rig):
+def test_an_engine_is_given_absolute_values_and_the_file_is_gone_afterwards(rig):
     rig.put_at(3)
     follower = rig.follower()
     handed = []
     prepare = follower.port.prepare
-    follower.port.prepare = lambda refit: (handed.append(refit), prepare(refit))[1]
+    follower.port.prepare = lambda refit: (
+        handed.append((refit, codec.read_delta(refit.file).level)),
+        prepare(refit),
+    )[1]
     rig.settle(follower, 4)
-    record = rig.line.record(4)
-    (refit,) = handed
-    assert refit.file.is_relative_to(rig.line.root / record.folder)
-    assert (refit.have, refit.have_label) == (3, rig.line.record(3).label)
-    manifest = {entry.spec.name: entry.digest for entry in rig.line.manifest(4).tensors}
-    assert refit.digests == {name: manifest[name] for name in refit.digests}
+    ((refit, level),) = handed
+    assert (refit.have, level) == (3, "absolute")
+    assert not refit.file.exists()
 
 
 def test_nothing_is_left_in_the_runtime_folder_between_refits_and_after_the_end(rig):

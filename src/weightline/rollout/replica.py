@@ -8,7 +8,6 @@ be made again from the store at any time.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightline.errors import IntegrityError, InvalidInput, StorageFull, Unavailable, VersionGone
+from weightline.errors import IntegrityError, InvalidInput, StorageFull
 
 if TYPE_CHECKING:
     from weightline.codec import Delta
@@ -53,9 +52,6 @@ class RefitFile(msgspec.Struct, frozen=True):
     elements: int
     nbytes: int
     """Size of the file in bytes."""
-    owned: bool
-    """True when the file is the replica's own, to be removed after the refit; False for a blob of the
-    store."""
 
 
 def _process_started(pid: int) -> float | None:
@@ -130,17 +126,8 @@ class Replica:
     ) -> RefitFile:
         """One file that takes the bytes of `have` to those of `record`, however many versions lie between.
 
-        The store's own blob is used as it lies when it is exactly that and the names need no change. Raises
-        `IntegrityError`, `VersionGone`.
+        Raises `IntegrityError`, `VersionGone`.
         """
-        blob = self._own_blob(line, record, have, manifest)
-        if blob is not None:
-            from weightline.codec import read_delta
-
-            delta = read_delta(blob, verify=False)  # its bytes were compared with the manifest just now
-            if delta.level == "absolute" and all(mapping.get(name) == name for name in delta.changed):
-                digests = _expected(delta, manifest, mapping)
-                return RefitFile(blob, digests, delta.elements, blob.stat().st_size, owned=False)
         delta = line.fetch_delta(record.version, have=have)
         return self._write(delta, manifest, mapping, f"{have}-{record.version}")
 
@@ -172,19 +159,8 @@ class Replica:
         return msgspec.structs.replace(file, digests=promised)
 
     def discard(self, file: RefitFile) -> None:
-        """Remove a file that this replica wrote; a blob of the store stays."""
-        if file.owned:
-            file.path.unlink(missing_ok=True)
-
-    def _own_blob(self, line: Line, record: VersionRecord, have: int, manifest: Manifest) -> Path | None:
-        if record.base != have:
-            return None
-        for blob in manifest.blobs:
-            if blob.role == "delta":
-                path = line.root / record.folder / blob.name
-                _check_blob(path, blob.nbytes, blob.sha256)
-                return path
-        return None
+        """Remove a file that this replica wrote."""
+        file.path.unlink(missing_ok=True)
 
     def _write(self, delta: Delta, manifest: Manifest, mapping: Mapping[str, str], stem: str) -> RefitFile:
         from weightline.codec import write_delta
@@ -198,7 +174,7 @@ class Replica:
             raise StorageFull(
                 f"{path}: {error.strerror or error}", hint="free space, or give another --runtime-dir"
             ) from None
-        return RefitFile(path, digests, delta.elements, nbytes, owned=True)
+        return RefitFile(path, digests, delta.elements, nbytes)
 
 
 def _renamed(delta: Delta, mapping: Mapping[str, str]) -> Delta:
@@ -226,22 +202,3 @@ def _expected(delta: Delta, manifest: Manifest, mapping: Mapping[str, str]) -> d
             hint="run `weightline verify --deep`",
         )
     return {mapping[name]: promised[name] for name in delta.changed}
-
-
-def _check_blob(path: Path, nbytes: int, sha256: str) -> None:
-    hint = "run `weightline verify --deep`"
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        # Retired since it was looked up, or lost: in both cases only another way to the version helps.
-        raise VersionGone(f"{path}: the blob is missing", hint=hint) from None
-    except OSError as error:
-        raise Unavailable(
-            f"{path}: {error.strerror or error}", hint="can this process read the store?"
-        ) from None
-    if size != nbytes or digest != sha256:
-        raise IntegrityError(
-            f"{path}: the blob is not what its manifest says ({size} of {nbytes} bytes)", hint=hint
-        )

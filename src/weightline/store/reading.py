@@ -75,6 +75,9 @@ class Reading:
         self._state = state
         self._refresh = refresh
         self._lock = threading.Lock()
+        self._base_lock = threading.Lock()
+        self._base: tuple[int, dict[str, Any]] | None = None
+        """The version that the last relative delta led to, and its bytes: the likely base of the next."""
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
         self._tables: OrderedDict[int, dict[str, TensorEntry]] = OrderedDict()
 
@@ -249,8 +252,25 @@ class Reading:
 
     def _joined(self, have: int, version: int, links: tuple[int, ...]) -> Delta:
         deltas = [self.delta(link) for link in links]
-        delta = deltas[0] if len(deltas) == 1 else codec.merge(deltas)
-        return self._proved(delta.numbered(have, version))
+        if all(delta.level == "absolute" for delta in deltas):
+            delta = deltas[0] if len(deltas) == 1 else codec.merge(deltas)
+            return self._proved(delta.numbered(have, version))
+        known = {name: tensor.digest for name, tensor in self.table(have).items()}
+        with self._base_lock:
+            # A reader that goes from version to version finds its base here and reads each delta once.
+            held, self._base = self._base, None
+            try:
+                base = held[1] if held is not None and held[0] == have else self.load(have)
+            except VersionGone:
+                return self._full(version)
+            if len(deltas) == 1:
+                delta = deltas[0].decoded(base, digests=known)
+            else:
+                delta = codec.squash(base, deltas, digests=known)
+            delta = self._proved(delta.numbered(have, version))
+            delta.apply_(base, digests=known)
+            self._base = (version, base)
+        return delta
 
     def _full(self, version: int) -> Delta:
         digests = {name: tensor.digest for name, tensor in self.table(version).items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from weightline.store import owner as owners
 from weightline.store.collect import anchor_wanted
 from weightline.store.disk import sha256_of, typed
 from weightline.store.manifest import ATTACHMENTS, DELTA, MANIFEST, Blob, Manifest, TensorEntry
-from weightline.store.offer import Options, raw_size
+from weightline.store.offer import Options, arrays, raw_size
 from weightline.store.reading import remember
 from weightline.store.records import recoverable
 from weightline.types import TensorSpec
@@ -35,20 +35,27 @@ class Pieces:
     """The weights of one version, as a delta on the head or on their own."""
 
     def __init__(
-        self, table: dict[str, TensorEntry], bits: Callable[[str], Bits], delta: Delta | None, changed: int
+        self,
+        table: dict[str, TensorEntry],
+        bits: Callable[[str], Bits],
+        changed: int,
+        delta: Delta | None = None,
+        before: Mapping[str, Any] | None = None,
     ) -> None:
         self.table = table
         """Every tensor of the version."""
         self.bits = bits
         """Name -> all bits of the tensor in this version."""
-        self.delta = delta
         self.changed = changed
+        self.delta = delta
+        self.before = before or {}
+        """Name -> array that `delta` is against."""
 
     @classmethod
     def alone(cls, specs: Mapping[str, TensorSpec], bits: Mapping[str, Bits]) -> Pieces:
         """Whole weights without a base."""
         table = {name: TensorEntry(spec, codec.digest_of(bits[name])) for name, spec in specs.items()}
-        return cls(table, bits.__getitem__, None, sum(flat.size for flat in bits.values()))
+        return cls(table, bits.__getitem__, sum(flat.size for flat in bits.values()))
 
     @classmethod
     def after(cls, head: Mapping[str, TensorEntry], delta: Delta, bits: Mapping[str, Bits]) -> Pieces:
@@ -68,7 +75,7 @@ class Pieces:
             flat[change.index] = change.bits
             return flat
 
-        return cls(table, after, delta, delta.elements)
+        return cls(table, after, delta.elements, delta, arrays(bits, head))
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -78,8 +85,9 @@ class Pieces:
 class Draft:
     """Writes one version folder."""
 
-    def __init__(self, store: Store, shard_nbytes: int, options: Options) -> None:
+    def __init__(self, store: Store, shard_nbytes: int, options: Options, level: str) -> None:
         self._store = store
+        self._level = level
         self._disk = store.disk
         self._shard_nbytes = shard_nbytes
         self._options = options
@@ -104,7 +112,7 @@ class Draft:
         raw_nbytes, elements = raw_size(pieces.specs)
         blobs: list[Blob] = []
         if pieces.delta is not None:
-            blobs.append(self._write_delta(folder, pieces.delta.numbered(base, None)))
+            blobs.append(self._write_delta(folder, pieces.delta.numbered(base, None), pieces.before))
         delta_nbytes = sum(blob.nbytes for blob in blobs)
         anchor = options.anchor or base is None or self._due(base, delta_nbytes, raw_nbytes)
         anchor = anchor or anchor_wanted(self._store.place, self._store.state)
@@ -160,10 +168,10 @@ class Draft:
             metadata=record.metadata,
         )
 
-    def _write_delta(self, folder: Path, delta: Delta) -> Blob:
+    def _write_delta(self, folder: Path, delta: Delta, before: Mapping[str, Any]) -> Blob:
         path = folder / DELTA
         self._disk.on_step(f"create {DELTA}")
-        codec.write_delta(delta, path)
+        codec.write_delta(delta, path, level=self._level, base=before)
         return Blob(DELTA, path.stat().st_size, sha256_of(path), "delta")
 
     def _due(self, base: int, delta_nbytes: int, anchor_nbytes: int) -> bool:

@@ -70,6 +70,8 @@ class Writer:
         self._publish = publish
         self._new_id = commit_id_source
         self._shard_nbytes = shard_nbytes
+        # On one host reading is what costs; over a network it is the bytes.
+        self._level = "fast" if staging.is_here(store) else "dense"
         self._lock = threading.RLock()
         self.epoch: int | None = None
         """The epoch of this writer; None before its first commit."""
@@ -127,6 +129,8 @@ class Writer:
             )
             if (existing := self._committed(given, chosen)) is not None:
                 return existing
+            if isinstance(given, Delta):
+                given = self._absolute(given)
             return self._stage(given, chosen)
 
     def publish(self, staged: Staged) -> VersionRecord:
@@ -192,12 +196,18 @@ class Writer:
             return self._write(None, (codec.specs_of(given), bits), options)
         old = {name: from_bits(self._bits[name], self._table[name].spec) for name in given}
         known = {name: self._table[name].digest for name in given}
-        return self._write(codec.diff(old, given, old_digests=known), None, options)
+        delta = codec.diff(old, given, old_digests=known, level=self._level)
+        return self._write(delta, None, options)
+
+    def _absolute(self, delta: Delta) -> Delta:
+        """A delta from a file may be told relative to its base: the newest version, or it is refused."""
+        known = {name: self._table[name].digest for name in delta.changed if name in self._table}
+        return delta.decoded(offers.arrays(self._bits, self._table), digests=known)
 
     def _write(
         self, delta: Delta | None, whole: tuple[dict[str, Any], dict[str, Bits]] | None, options: Options
     ) -> Staged:
-        draft = Draft(self._store, self._shard_nbytes, options)
+        draft = Draft(self._store, self._shard_nbytes, options, self._level)
         parent = self._parent if self._parent is not None else self._store.resumed
         if delta is not None:
             pieces = Pieces.after(self._table, delta, self._bits)
@@ -215,6 +225,8 @@ class Writer:
             return None
         if entry.version not in self._store.state.retired:
             table = self._store.reading.table(entry.version)
+            if isinstance(given, Delta) and entry.base is not None:
+                given = given.decoded(self._store.load(entry.base) if given.level != "absolute" else {})
             offered = (
                 {change.spec.name: change.digest for change in given.changes()}
                 if isinstance(given, Delta)
