@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from s3_world import CONTAINER, FaultProxy
 from weightline.errors import ConflictError, WriterFenced
 from weightline.service import connect
 from weightline.store import Store
+from weightline.store import owner as owners
 from weightline.store.place import Place
 
 Weights = dict[str, Any]
@@ -155,3 +158,22 @@ def test_a_cold_start_reads_few_objects(s3: FaultProxy, tmp_path: Path) -> None:
     s3.calm()
     assert Store.open(f"{url}{tmp_path / 'two'}").latest() == 6
     assert len(s3.seen) <= 20
+
+
+def test_a_dead_writers_staging_is_swept_and_a_live_ones_never(opened: Callable[..., Store]) -> None:
+    writer = opened("one").writer()
+    writer.commit(policy(1))
+    dead, alive = writer.stage(policy(2)), writer.stage(policy(3))
+    store = opened("one")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    key = f"{dead.request.folder}/owner.json"
+    owner = msgspec.structs.replace(owners.decode(store.place.read(key)), pid=gone.pid)
+    store.place.put(key, owners.encode(owner))
+    if (store.root / key).exists():
+        (store.root / key).write_bytes(owners.encode(owner))
+    assert opened("one").sweep() == [dead.request.folder]
+    assert opened("two").sweep() == []
+    assert [item.key for item in store.place.list(dead.request.folder)] == []
+    assert writer.publish(alive).version == 2
+    assert same(opened("two").load(2), policy(3))

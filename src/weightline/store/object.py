@@ -138,7 +138,7 @@ class ObjectPlace:
 
     def file(self, key: str, *, nbytes: int, sha256: str) -> Path:
         check_key(key)
-        return self._cache.get(f"{key} in {self.url}", nbytes, sha256, lambda: self._pieces(key))
+        return self._cache.get(key, self.url, nbytes, sha256, lambda: self._pieces(key))
 
     def probe(self) -> None:
         probe(self)
