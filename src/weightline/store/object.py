@@ -181,7 +181,7 @@ class ObjectPlace:
                         chunk_size=PART_NBYTES,
                         max_concurrency=PARTS_AT_ONCE,
                     )
-                if self.size(key) == nbytes:
+                if not large or self.size(key) == nbytes:
                     return
                 raise Unavailable(
                     f"{key} in {self.url} has not the {nbytes} bytes that were sent", hint="repeat the call"
