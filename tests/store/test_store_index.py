@@ -11,13 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightline.codec import weights_digest
 from weightline.core import ledger
 from weightline.core.ledger import Entry, FenceEntry, LedgerState, RetireEntry, VersionEntry, YankEntry
 from weightline.store import Store
 from weightline.store.index import SMALLEST, blocks
 from weightline.store.log import Log
+from weightline.store.manifest import TensorEntry, weights_digest_of
 from weightline.store.place_local import LocalPlace
 from weightline.store.place_memory import MemoryPlace
+from weightline.types import TensorSpec
 
 
 class Counting(MemoryPlace):
@@ -177,3 +180,17 @@ def test_10_000_versions_open_in_a_second_at_a_kilobyte_each(tmp_path: Path) -> 
         assert opened.latest() == len(state)
         opened.close()
     assert best < 1.0
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8), st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=20
+    )
+)
+def test_the_digest_of_a_version_is_that_of_the_codec(tensors: dict[str, tuple[int, int]]) -> None:
+    table = {
+        name: TensorEntry(TensorSpec(name, "BF16", (3,) * sides), f"{digest:032x}")
+        for name, (digest, sides) in tensors.items()
+    }
+    expected = weights_digest((entry.spec, entry.digest) for entry in table.values())
+    assert weights_digest_of(table) == expected
