@@ -155,12 +155,18 @@ def test_entries_survive_their_encoding() -> None:
 
 
 GOLDEN = (
-    b'{"kind":"fence","write_id":"w.fence","epoch":1,"at":2.5,"writer":"pid 1 on host","check":"c66ababaeeed71e0"}\n',
-    b'{"kind":"retire","write_id":"w","epoch":1,"at":2.5,"versions":[1,2],"reason":"room","check":"5663ef84852e781b"}\n',
-    b'{"kind":"thin","write_id":"w","epoch":1,"at":2.5,"versions":[3],"form":"anchor","reason":"room","check":"299672b94dc63ec5"}\n',
-    b'{"kind":"yank","write_id":"w","epoch":1,"at":2.5,"version":2,"reason":"bad","check":"119fefdfa62eccfc"}\n',
-    b'{"kind":"abandon","write_id":"w.abandon","epoch":1,"at":2.5,"versions":[3],"check":"72d0378167950825"}\n',
-    b'{"kind":"version","write_id":"w","epoch":1,"at":2.5,"version":2,"parent":1,"base":1,"step":10,"label":"2@00000000",'
+    b'{"kind":"fence","write_id":"w.fence","epoch":1,"at":2.5,"writer":"pid 1 on host",'
+    b'"check":"c66ababaeeed71e0"}\n',
+    b'{"kind":"retire","write_id":"w","epoch":1,"at":2.5,"versions":[1,2],"reason":"room",'
+    b'"check":"5663ef84852e781b"}\n',
+    b'{"kind":"thin","write_id":"w","epoch":1,"at":2.5,"versions":[3],"form":"anchor","reason":"room",'
+    b'"check":"299672b94dc63ec5"}\n',
+    b'{"kind":"yank","write_id":"w","epoch":1,"at":2.5,"version":2,"reason":"bad",'
+    b'"check":"119fefdfa62eccfc"}\n',
+    b'{"kind":"abandon","write_id":"w.abandon","epoch":1,"at":2.5,"versions":[3],'
+    b'"check":"72d0378167950825"}\n',
+    b'{"kind":"version","write_id":"w","epoch":1,"at":2.5,"version":2,"parent":1,"base":1,"step":10,'
+    b'"label":"2@00000000",'
     b'"stored":"delta","digest":"00000000","folder":"versions/u","commit_id":"c","nbytes":5,"delta_nbytes":5,'
     b'"raw_nbytes":100,"changed":1,"elements":50,"weights_digest":"11","attachments":["opt"],"attachment_nbytes":7,'
     b'"metadata":{"a":1},"check":"f8926a83be334299"}\n',

@@ -197,6 +197,84 @@ def test_what_is_wrong_in_both_halves_is_not_papered_over(opened: Open, halves: 
         store.load(2)
 
 
+def test_a_half_that_dies_between_the_two_writes_of_an_entry_fails_the_commit(
+    opened: Open, halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    writer = store.writer()
+    first, _ = place_of(store).halves
+    real = first.put_if_absent
+
+    def unplug(key: str, data: bytes) -> Any:
+        outcome = real(key, data)
+        if key.startswith("log/") and halves[1].exists():
+            halves[1].rename(tmp_path / "unplugged")
+        return outcome
+
+    monkeypatch.setattr(first, "put_if_absent", unplug)
+    with pytest.raises(Unavailable, match=str(halves[1])):
+        writer.commit(policy_of(3), commit_id="three")
+    monkeypatch.undo()
+    with pytest.raises(Unavailable):
+        writer.commit(policy_of(3), commit_id="three")
+    (tmp_path / "unplugged").rename(halves[1])
+    assert writer.commit(policy_of(3), commit_id="three").version == 3
+    shutil.rmtree(halves[0])
+    assert same(opened().load(3), policy_of(3))
+
+
+def test_an_entry_that_a_killed_writer_left_in_one_half_is_in_both_once_the_store_is_opened(
+    opened: Open, halves: tuple[Path, Path]
+) -> None:
+    newest = sorted(halves[1].glob("log/*.json"))[-1]
+    newest.unlink()
+    opened()
+    assert newest.exists()
+    shutil.rmtree(halves[0])
+    assert opened().latest() == 2
+
+
+def test_a_half_that_was_away_is_behind_until_it_is_repaired(
+    opened: Open, halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    halves[1].rename(tmp_path / "unplugged")
+    writer = opened("degrade").writer()
+    assert [writer.commit(policy_of(v)).version for v in (3, 4)] == [3, 4]
+    (tmp_path / "unplugged").rename(halves[1])
+    with pytest.raises(Unavailable, match="behind"):
+        opened("both").writer().commit(policy_of(5))
+    assert opened("both").latest() == 4
+    assert not opened().verify().ok
+    assert opened().verify(repair=True).ok
+    assert opened("both").writer().commit(policy_of(5)).version == 5
+    shutil.rmtree(halves[0])
+    assert same(opened().load(4), policy_of(4))
+
+
+@pytest.mark.parametrize("wrote", [False, True])
+def test_two_halves_that_both_became_the_arbiter_are_not_joined(
+    opened: Open, halves: tuple[Path, Path], tmp_path: Path, wrote: bool
+) -> None:
+    halves[1].rename(tmp_path / "other")
+    opened("degrade").writer().commit(policy_of(3))
+    halves[0].rename(tmp_path / "first")
+    (tmp_path / "other").rename(halves[1])
+    place_of(opened()).promote()
+    if wrote:
+        opened("degrade").writer().commit(policy_of(4))
+    (tmp_path / "first").rename(halves[0])
+    before = content(halves[0]), content(halves[1])
+    if wrote:
+        with pytest.raises(IntegrityError, match="written to alone"):
+            opened().repair()
+    else:
+        with pytest.raises(InvalidInput, match="both halves were the arbiter"):
+            opened()
+    logs = [{k: v for k, v in half.items() if k.startswith("log/")} for half in before]
+    now = [{k: v for k, v in content(half).items() if k.startswith("log/")} for half in halves]
+    assert now == logs
+
+
 def test_halves_that_were_written_to_alone_are_not_joined(opened: Open, halves: tuple[Path, Path]) -> None:
     entry = sorted(halves[0].glob("log/*.json"))[-1]
     other = sorted(halves[0].glob("log/*.json"))[0]

@@ -174,10 +174,10 @@ def test_an_object_that_is_not_what_it_should_be_never_gets_into_the_cache(
 def test_the_cache_keeps_its_limit_and_what_is_mapped_keeps_its_bytes(tmp_path: Path) -> None:
     cache = BlobCache(tmp_path, limit=250)
     blobs = [bytes([number]) * 100 for number in range(4)]
-    first = cache.get("0", 100, sha(blobs[0]), lambda: [blobs[0]])
+    first = cache.get("v/0", "here", 100, sha(blobs[0]), lambda: [blobs[0]])
     with first.open("rb") as mapped:
         for blob in blobs[1:]:
-            cache.get("b", 100, sha(blob), lambda blob=blob: [blob])  # type: ignore[misc]
+            cache.get("v/b", "here", 100, sha(blob), lambda blob=blob: [blob])  # type: ignore[misc]
         assert not first.exists()
         assert mapped.read() == blobs[0]
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == 200

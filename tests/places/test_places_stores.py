@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 
 from s3_world import CONTAINER, FaultProxy
-from weightline.errors import ConflictError, WriterFenced
+from weightline.errors import ConflictError, Unavailable, WriterFenced
 from weightline.service import connect
 from weightline.store import Store
+from weightline.store import owner as owners
 from weightline.store.place import Place
 
 Weights = dict[str, Any]
@@ -155,3 +159,48 @@ def test_a_cold_start_reads_few_objects(s3: FaultProxy, tmp_path: Path) -> None:
     s3.calm()
     assert Store.open(f"{url}{tmp_path / 'two'}").latest() == 6
     assert len(s3.seen) <= 20
+
+
+def test_a_dead_writers_staging_is_swept_and_a_live_ones_never(opened: Callable[..., Store]) -> None:
+    writer = opened("one").writer()
+    writer.commit(policy(1))
+    dead, alive = writer.stage(policy(2)), writer.stage(policy(3))
+    store = opened("one")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    key = f"{dead.request.folder}/owner.json"
+    owner = msgspec.structs.replace(owners.decode(store.place.read(key)), pid=gone.pid)
+    store.place.put(key, owners.encode(owner))
+    if (store.root / key).exists():
+        (store.root / key).write_bytes(owners.encode(owner))
+    assert opened("one").sweep() == [dead.request.folder]
+    assert opened("two").sweep() == []
+    assert [item.key for item in store.place.list(dead.request.folder)] == []
+    assert writer.publish(alive).version == 2
+    assert same(opened("two").load(2), policy(3))
+
+
+def test_a_server_that_dies_at_any_request_of_a_commit_leaves_the_old_or_the_new_version(
+    s3: FaultProxy, object_place: Callable[..., Place], tmp_path: Path
+) -> None:
+    place = object_place("dies", retries=0)
+    trainer = Store.open(tmp_path / "one", place=place, create=True).writer()
+    trainer.commit(policy(0), commit_id="0")
+    s3.calm()
+    trainer.commit(policy(1), commit_id="1")
+    requests, newest = len(s3.seen), 2
+    assert requests >= 6
+    for number in range(requests):
+        s3.calm()
+        s3.inject("drop", times=9999, after=number)
+        commit_id = f"at {number}"
+        with contextlib.suppress(Unavailable):
+            trainer.commit(policy(2 + number), commit_id=commit_id)
+        s3.calm()
+        reader = Store.open(tmp_path / "two", place=object_place("dies", "other"), create=True)
+        assert reader.latest() in (newest, newest + 1)
+        assert same(reader.load(newest), policy(1 + number))
+        newest = trainer.commit(policy(2 + number), commit_id=commit_id).version
+        assert newest == 3 + number
+    assert reader.refresh() == newest
+    assert reader.verify(deep=True).ok

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from weightline.core.ledger import LedgerState, VersionEntry
+from weightline.store.disk import OnStep, no_step
 from weightline.types import Ack
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, version INTEGER NOT N
 CREATE INDEX IF NOT EXISTS events_by_version ON events (version);
 """
 _BUSY_S = 10.0
+_REBUILT = "SELECT value FROM facts WHERE name = 'rebuilt_at'"
 
 
 class TraceEvent(Struct, frozen=True, kw_only=True):
@@ -62,7 +64,14 @@ class Catalog:
     not work.
     """
 
-    def __init__(self, root: Path, state: Callable[[], LedgerState], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        state: Callable[[], LedgerState],
+        clock: Callable[[], float],
+        on_step: OnStep = no_step,
+    ) -> None:
+        self._on_step = on_step
         self.path = root / NAME
         self._state = state
         self._clock = clock
@@ -73,7 +82,7 @@ class Catalog:
     @property
     def rebuilt_at(self) -> float | None:
         """When the file was made anew although versions existed: acknowledgements from before are lost."""
-        rows = self._rows("SELECT value FROM facts WHERE name = 'rebuilt_at'")
+        rows = self._rows(_REBUILT)
         return float(str(rows[0][0])) if rows else None
 
     def index(self) -> None:
@@ -83,8 +92,21 @@ class Catalog:
             return
         with self._lock:
             self._open()
-            for entry in state.versions()[self._indexed :]:
-                self._insert(entry, state.seq_of(entry.version))
+            entries = state.versions()[self._indexed :]
+            if len(entries) == 1:
+                self._insert(entries[0], state.seq_of(entries[0].version))
+            elif entries:
+                # One transaction: thousands of versions are taken in within a second.
+                self._write("BEGIN IMMEDIATE", ())
+                try:
+                    for entry in entries:
+                        self._insert(entry, state.seq_of(entry.version))
+                    self._on_step("commit the catalogue")
+                    self._write("COMMIT", ())
+                except sqlite3.Error:
+                    with suppress(sqlite3.Error):
+                        self._open().execute("ROLLBACK")
+                    raise
             self._indexed = len(state)
 
     def ack(self, ack: Ack) -> None:
@@ -182,11 +204,12 @@ class Catalog:
     def _open(self) -> sqlite3.Connection:
         if self._connection is not None:
             return self._connection
-        fresh = not self.path.exists()
+        self._on_step("open the catalogue")
         connection = sqlite3.connect(
             self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
         try:
+            self._on_step("make the catalogue's tables")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.executescript(_SCHEMA)
@@ -195,12 +218,14 @@ class Catalog:
             raise
         self._connection = connection
         state = self._state()
-        if fresh and len(state):
+        row = connection.execute("SELECT count(*) FROM versions").fetchone()
+        # Told by what is in it: who made the file may not have lived to say that it is a new one.
+        if row[0] == 0 and len(state) and not connection.execute(_REBUILT).fetchone():
+            self._on_step("mark the catalogue as rebuilt")
             logger.warning("%s was missing and is rebuilt; acknowledgements and traces are lost", self.path)
             connection.execute(
                 "INSERT OR REPLACE INTO facts VALUES ('rebuilt_at', ?)", (repr(self._clock()),)
             )
-        row = connection.execute("SELECT count(*) FROM versions").fetchone()
         self._indexed = min(int(row[0]), len(state))
         return connection
 

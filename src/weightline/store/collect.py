@@ -109,6 +109,7 @@ def anchor_wanted(place: Place, state: LedgerState) -> bool:
 
 def _held(store: Store, hold: float) -> str:
     try:
+        store.catalog.index()  # a catalogue that is missing is found out here, if nobody else looked
         rebuilt = store.catalog.rebuilt_at
     except sqlite3.Error as error:
         return f"the catalogue cannot be read ({error})"

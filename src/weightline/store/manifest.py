@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -97,3 +98,16 @@ def decode(data: bytes, *, where: str) -> Manifest:
 def digest_of(data: bytes) -> str:
     """SHA-256 of an encoded manifest."""
     return hashlib.sha256(data).hexdigest()
+
+
+def weights_digest_of(table: Mapping[str, TensorEntry]) -> str:
+    """`codec.weights_digest` of a whole version, fit for 100,000 tensors: one hash over one text."""
+    shapes: dict[tuple[int, ...], str] = {}
+    lines = []
+    for name in sorted(table):
+        spec, digest = table[name].spec, table[name].digest
+        shape = shapes.get(spec.shape)
+        if shape is None:
+            shape = shapes[spec.shape] = ",".join(map(str, spec.shape))
+        lines.append(f"{name}\0{spec.dtype}\0{shape}\0{digest}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

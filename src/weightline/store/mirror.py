@@ -68,6 +68,9 @@ class MirrorPlace:
         self.halves = tuple(LocalPlace(folder) for folder in folders)
         self.policy = policy
         self.degraded = ""
+        self._behind = False
+        self._owed: set[str] = set()
+        """What may be in the arbiter and is not known to be in the other half."""
         marks: Sequence[Mark | None] = [self.mark_of(half) for half in self.halves]
         if create and not any(marks):
             marks = self._make()
@@ -79,12 +82,21 @@ class MirrorPlace:
         if len({mark.mirror for mark in known}) > 1:
             raise InvalidInput(f"{self.url}: these are halves of two mirrors", hint="give the right folders")
         newest = max(known, key=lambda mark: mark.generation)
+        if any(mark.generation == newest.generation and mark.arbiter != newest.arbiter for mark in known):
+            raise InvalidInput(
+                f"{self.url}: both halves were the arbiter of generation {newest.generation}",
+                hint="they were written to alone: move one of them away, then `weightline verify --repair`",
+            )
         self._newest = newest
         self._arbiter = next(
             (i for i, m in enumerate(marks) if m is not None and m.id == newest.arbiter), None
         )
         if None in marks:
             self._degrade(f"{self.halves[marks.index(None)].url} is empty, replaced or not mounted")
+        elif len({mark.generation for mark in known}) > 1:
+            self._degrade("one half is behind: it was away while the other was written to")
+        else:
+            self._settle()
 
     @property
     def url(self) -> str:
@@ -97,6 +109,7 @@ class MirrorPlace:
 
     def put_if_absent(self, key: str, data: bytes) -> Outcome:
         first, second = self._writable()
+        self._owed.add(key)
         outcome = first.put_if_absent(key, data)
         if outcome == "lost":
             return outcome
@@ -107,6 +120,7 @@ class MirrorPlace:
             # It is in the log of the arbiter: only reading back and trying again leads on.
             logger.warning("%s is in one half of the mirror only: %s", key, error)
             return "lost"
+        self._owed.discard(key)
         return outcome
 
     def put(self, key: str, data: bytes) -> None:
@@ -124,13 +138,33 @@ class MirrorPlace:
                 failed.append(error)
                 continue
             if sound(key, data) and not key.endswith(f"/{MANIFEST}"):
-                return data
+                return self._paid(key, data)
             found.append(data)
         if len(set(found)) > 1:
             found = [self._right(key, found)]
         if found:
             return found[0]
         raise next((e for e in failed if isinstance(e, Unavailable)), missing(self.url, key))
+
+    def _paid(self, key: str, data: bytes) -> bytes:
+        """`data`, once it is in both halves. Raises `Unavailable` when policy wants that and it cannot be."""
+        if key in self._owed:
+            _, second = self._writable()
+            self._second(second, f"create {key}", lambda half: self._copy(half, key, data))
+            self._owed.discard(key)
+        return data
+
+    def _settle(self) -> None:
+        """Copy the entries that a writer, which died between the two halves, left in the arbiter alone."""
+        first, second = self._order()
+        try:
+            there = {item.key for item in second.list("log")}
+            for item in first.list("log"):
+                if item.key not in there and sound(item.key, data := first.read(item.key)):
+                    second.put_if_absent(item.key, data)
+                    logger.warning("%s was in %s only and is in both halves now", item.key, first.url)
+        except (Missing, Unavailable) as error:
+            self._degrade(str(error))
 
     def size(self, key: str) -> int | None:
         for half in self._order():
@@ -202,7 +236,7 @@ class MirrorPlace:
             mark = msgspec.structs.replace(self._newest, id=uuid.uuid4().hex)
         mark = msgspec.structs.replace(mark, arbiter=self._newest.arbiter, generation=self._newest.generation)
         self._write_mark(half, mark)
-        self.degraded = ""
+        self.degraded, self._behind = "", False
 
     def _make(self) -> Sequence[Mark | None]:
         for half in self.halves:
@@ -261,6 +295,13 @@ class MirrorPlace:
                     hint="mount it or run `weightline verify --repair`, then repeat the call; "
                     "or open the mirror with policy=degrade",
                 ) from error
+            if not self._behind and (mark is None or mark.generation == self._newest.generation):
+                # Says in the arbiter that the other half is behind, also for whoever opens it later.
+                first = self._order()[0]
+                ours = msgspec.structs.replace(self._newest, id=self._newest.arbiter)
+                self._newest = msgspec.structs.replace(ours, generation=ours.generation + 1)
+                self._write_mark(first, self._newest)
+                self._behind = True
             self._degrade(error.message)
 
     def _copy(self, half: LocalPlace, key: str, data: bytes) -> None:

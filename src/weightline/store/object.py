@@ -138,7 +138,7 @@ class ObjectPlace:
 
     def file(self, key: str, *, nbytes: int, sha256: str) -> Path:
         check_key(key)
-        return self._cache.get(f"{key} in {self.url}", nbytes, sha256, lambda: self._pieces(key))
+        return self._cache.get(key, self.url, nbytes, sha256, lambda: self._pieces(key))
 
     def probe(self) -> None:
         probe(self)
@@ -181,7 +181,7 @@ class ObjectPlace:
                         chunk_size=PART_NBYTES,
                         max_concurrency=PARTS_AT_ONCE,
                     )
-                if self.size(key) == nbytes:
+                if not large or self.size(key) == nbytes:
                     return
                 raise Unavailable(
                     f"{key} in {self.url} has not the {nbytes} bytes that were sent", hint="repeat the call"

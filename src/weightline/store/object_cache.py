@@ -1,4 +1,4 @@
-"""Copies of objects on this host: files named for their SHA-256, checked, evicted when they grow too many."""
+"""Copies of objects on this host: by their SHA-256, checked, evicted when they grow too many."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ class BlobCache:
         self._busy: dict[str, threading.Lock] = {}
         self._checked: dict[str, tuple[int, int, int]] = {}
 
-    def get(self, what: str, nbytes: int, sha256: str, fetch: Callable[[], Iterable[Chunk]]) -> Path:
+    def get(
+        self, key: str, where: str, nbytes: int, sha256: str, fetch: Callable[[], Iterable[Chunk]]
+    ) -> Path:
         """The file with that SHA-256; `fetch` gives its bytes, piece by piece, when it is not there yet.
 
-        Raises `IntegrityError` that names `what`, `StorageFull`, `Unavailable`.
+        It has the name of the object `key`, for whoever copies it on. Raises `IntegrityError` that names the
+        object and `where`, `StorageFull`, `Unavailable`.
         """
-        path = self.folder / sha256[:2] / sha256
+        path = self.folder / sha256[:2] / sha256 / key.rsplit("/", 1)[-1]
         with self._one_at_a_time(sha256), typed(str(path)):
             if not self._whole(path, nbytes, sha256):
-                self._fill(what, path, nbytes, sha256, fetch)
+                self._fill(f"{key} in {where}", path, nbytes, sha256, fetch)
             with suppress(OSError):
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         if self.limit is not None:
@@ -60,10 +63,10 @@ class BlobCache:
         except FileNotFoundError:
             return False
         mark = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if self._checked.get(sha256) == mark:
+        if self._checked.get(str(path)) == mark:
             return True
         if stat.st_size == nbytes and sha256_of(path) == sha256:
-            self._checked[sha256] = mark
+            self._checked[str(path)] = mark
             return True
         logger.warning("%s is damaged and is fetched again", path)
         path.unlink(missing_ok=True)
@@ -86,14 +89,14 @@ class BlobCache:
             with suppress(OSError):
                 draft.unlink()
         stat = path.stat()
-        self._checked[sha256] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        self._checked[str(path)] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
     def _evict(self, keep: Path) -> None:
         """Delete what was used longest ago until the limit holds. Never raises: a cache may be too large."""
         now = time.time()
         with self._lock, suppress(OSError):
             files = []
-            for path in self.folder.glob("??/*"):
+            for path in self.folder.glob("??/*/*"):
                 with suppress(FileNotFoundError):
                     stat = path.stat()
                     young = path.name.startswith(".draft-") and stat.st_mtime > now - _STALE_DRAFT_S

@@ -75,8 +75,8 @@ class MemoryPlace:
             if self._files is None:
                 self._scratch = tempfile.TemporaryDirectory(prefix="weightline-")
                 self._files = Path(self._scratch.name)
-            self._files.mkdir(parents=True, exist_ok=True)
-            path = self._files / sha256
+            path = self._files / sha256 / key.rsplit("/", 1)[-1]
+            path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 draft = path.with_name(f".{path.name}")
                 draft.write_bytes(data)

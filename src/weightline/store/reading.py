@@ -127,7 +127,7 @@ class Reading:
         table: dict[str, TensorEntry] = {}
         for manifest in reversed(self._manifest_chain(version)):
             table.update({tensor.spec.name: tensor for tensor in manifest.tensors})
-        if codec.weights_digest((t.spec, t.digest) for t in table.values()) != entry.weights_digest:
+        if manifests.weights_digest_of(table) != entry.weights_digest:
             raise IntegrityError(
                 f"the manifests of version {version} do not add up to its digest", hint=_HINT
             )

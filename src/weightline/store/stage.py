@@ -125,7 +125,7 @@ class Draft:
         blobs += self._model_files(folder, base, anchor)
         blobs += self._attachments(folder)
         changed = set(pieces.table) if anchor else set(pieces.delta.changed if pieces.delta else ())
-        weights_digest = codec.weights_digest((t.spec, t.digest) for t in pieces.table.values())
+        weights_digest = manifest.weights_digest_of(pieces.table)
         record = Manifest(
             run=self._store.run,
             base=base,

@@ -106,7 +106,7 @@ class Store(Keeping):
         self.log = Log(place, run.run)
         self.leases = Leases(place, clock)
         self.reading = Reading(place, lambda: self.state, self.refresh)
-        self.catalog = Catalog(root, lambda: self.state, clock)
+        self.catalog = Catalog(root, lambda: self.state, clock, disk.on_step)
         self.shard_nbytes = shard_nbytes
         self._lock = threading.RLock()
         usage = shutil.disk_usage(root)
@@ -183,8 +183,9 @@ class Store(Keeping):
         """
         with self._lock:
             # One after another: what comes before a damaged entry is known all the same.
+            known = self.state.seq
             for state in self.log.on_from(self.state):
-                if self.state.seq:
+                if known and self.state.seq == known:
                     self._check_run()
                 self.state = state
             return self.state

@@ -142,6 +142,9 @@ class Writer:
         """
         with self._lock:
             if staged.existing is not None:
+                # Training goes on from what this commit made, whatever recover() said before.
+                self._parent = staged.existing.version
+                self._store.resumed = None
                 return staged.existing
             request = msgspec.structs.replace(staged.request, epoch=self.epoch)
             try:
@@ -157,7 +160,7 @@ class Writer:
                 self._advance(staged, published.record.version)
                 if staged.folder is not None and not staging.is_here(self._store):
                     self._store.disk.remove_tree(staged.folder)  # it was uploaded
-            self._parent = None
+            self._parent = published.record.version if published.repeated else None
             self._store.resumed = None
             return published.record
 
