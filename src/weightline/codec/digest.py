@@ -64,6 +64,11 @@ def difference(digest: str, part: str) -> str:
     return f"{(int(a[0]) - int(b[0])) & _MASK:016x}{(int(a[1]) - int(b[1])) & _MASK:016x}"
 
 
+def moved(digest: str, gain: tuple[int, int]) -> str:
+    """A digest whose lanes gain what some changes add."""
+    return f"{(int(digest[:16], 16) + gain[0]) & _MASK:016x}{(int(digest[16:], 16) + gain[1]) & _MASK:016x}"
+
+
 def digest_of(bits: Bits, *, start: int = 0) -> str:
     """Digest of `bits` (`bits_of`), whose first element has index `start` in its tensor. Chunks run on
     threads."""
