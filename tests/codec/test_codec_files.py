@@ -180,7 +180,7 @@ def test_a_dtype_that_the_codec_does_not_know_is_refused_by_the_tensors_name(tmp
         diff_files(tmp_path / "old", tmp_path / "old", tmp_path / "patch")
 
 
-LIMIT = 128 << 20
+LIMIT = 192 << 20
 CHILD = """
 import resource, sys
 from weightline import codec
