@@ -19,7 +19,7 @@ WeightsArgument = Annotated[
 
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Figures, each with its baseline in the same run.\n\nExample: weightline bench codec ./policy-7 ./policy-8",
+    help="Figures, each with its baseline in the same run.\n\nExample: weightline bench codec ./old ./new",
 )
 app.add_typer(bench, name="bench", rich_help_panel="Codec")
 
