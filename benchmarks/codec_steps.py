@@ -33,10 +33,10 @@ def load(model: str) -> tuple[Any, Any]:
     weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if model == "smollm2":
+    if model in ("tiny", "smollm2"):
         from weightline.demo.models import resolve_model
 
-        model = str(resolve_model("smollm2", model_cache()))
+        model = str(resolve_model(model, model_cache()))
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(
         model
     )

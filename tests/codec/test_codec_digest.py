@@ -110,6 +110,19 @@ def test_rows_of_a_fused_matrix_give_the_digests_of_their_tensors():
     assert codec.digest_rows(q[shuffled].reshape(-1), shuffled, 24) == codec.digest_of(q.reshape(-1))
 
 
+def test_columns_of_a_row_parallel_matrix_combine_to_its_digest():
+    full = np.random.default_rng(0).integers(0, 65536, (32, 24)).astype(np.uint16)
+    rows = np.arange(32)
+    parts = [
+        codec.digest_rows(np.ascontiguousarray(full[:, a:b]).reshape(-1), rows, 24, first=a)
+        for a, b in ((0, 7), (7, 23), (23, 24))
+    ]
+    assert codec.combine(parts) == codec.digest_of(full.reshape(-1))
+    assert codec.digest_rows(np.empty(0, np.uint16), np.empty(0, np.int64), 24) == "0" * 32
+    with pytest.raises(InvalidInput, match="rows of at most"):
+        codec.digest_rows(full.reshape(-1), rows, 24, first=1)
+
+
 def test_parts_of_a_tensor_add_up():
     bits = random_bits("BF16", 1000, 1)
     parts = [codec.digest_of(bits[a:b], start=a) for a, b in ((700, 1000), (0, 300), (300, 700))]

@@ -78,10 +78,8 @@ class CodedIndex(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 def hash_digests(digests: Mapping[str, str]) -> bytes:
     """16 bytes over name and digest of several tensors: SHA-256 of `name NUL digest LF`, sorted by name,
     cut."""
-    total = hashlib.sha256()
-    for name in sorted(digests):
-        total.update(f"{name}\0{digests[name]}\n".encode())
-    return total.digest()[:16]
+    lines = "".join(f"{name}\0{digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).digest()[:16]
 
 
 def make_index(
@@ -279,7 +277,9 @@ class CodedFile:
         for name, count in counts.items():
             self._first[name] = at
             at += count
-        self._offsets, self._class_offsets = ends, class_ends
+        self._offsets: list[int] = ends.tolist()
+        self._encodings: list[int] = chunks[:, T_ENCODING].tolist()
+        self._class_offsets = class_ends
         return chunks, classes
 
     def measure(self, base: int | None, version: int | None) -> int:  # noqa: ARG002
@@ -308,9 +308,9 @@ class CodedFile:
                 address = address_of(old)
                 for k in range(count):
                     start = k * size
-                    if self._chunks[first + k, T_ENCODING] == E_NONE:
+                    if self._encodings[first + k] == E_NONE:
                         continue
-                    coded = start_of_data + int(self._offsets[first + k])
+                    coded = start_of_data + self._offsets[first + k]
                     pieces.append(
                         Piece(at, start, min(size, old.size - start), address + start * width, coded)
                     )
@@ -334,9 +334,9 @@ class CodedFile:
     def decode_one(self, name: str, k: int, old: Bits) -> Segment | None:
         """The changes of the k-th chunk of a tensor, given its old bits; None when it has none."""
         at = self._first[name] + k
-        if self._chunks[at, T_ENCODING] == E_NONE:
+        if self._encodings[at] == E_NONE:
             return None
-        coded = address_of(self._data) + int(self._offsets[at])
+        coded = address_of(self._data) + self._offsets[at]
         piece = Piece(0, k << self.index.chunk_log2, old.size, address_of(old), coded)
         spec = self.specs[name]
         chunks, classes = self._chunks[at : at + 1], self._classes_of([at])
@@ -352,7 +352,7 @@ class CodedFile:
     def check_base(self, before: Mapping[str, str]) -> None:
         """Compare digests of old tensors with what the file is against. Raises `IntegrityError`."""
         for name, found in before.items():
-            if bytes.fromhex(found)[:CHECK] != self.records[name].base_check:
+            if found[: 2 * CHECK] != self.records[name].base_check.hex():
                 raise _foreign(name, found)
         if len(before) == len(self.records) and hash_digests(before) != self.index.base_check:
             raise _foreign(next(iter(before), ""), "another")
@@ -361,12 +361,17 @@ class CodedFile:
         """Compare digests before and after with those of the file. Raises `IntegrityError`."""
         self.check_base(before)
         for name, found in after.items():
-            if bytes.fromhex(found)[:CHECK] != self.records[name].check:
+            if found[: 2 * CHECK] != self.records[name].check.hex():
                 raise _wrong(self, name)
         if len(after) == len(self.records) and hash_digests(after) != self.index.check:
             raise _wrong(self, next(iter(after), ""))
 
     def _classes_of(self, ids: list[int]) -> Rows:
+        if not ids:
+            return np.empty((0, K_FIELDS), np.int64)
+        run = self._classes[self._class_offsets[ids[0]] : self._class_offsets[ids[-1] + 1]]
+        if len(run) == int(self._chunks[ids, T_CLASSES].sum()):
+            return np.ascontiguousarray(run)  # empty chunks between have no classes
         parts = [self._classes[self._class_offsets[i] : self._class_offsets[i + 1]] for i in ids]
         return np.ascontiguousarray(np.concatenate(parts)) if parts else np.empty((0, K_FIELDS), np.int64)
 
@@ -419,7 +424,7 @@ def decode_bits(source: Source, bits: Mapping[str, Bits], digests: Mapping[str, 
     gains = sum_lanes(segments)
     after = {}
     for at, name in enumerate(names):
-        after[name] = digest.render(digest.parse(before[name]) + gains[at]) if at in gains else before[name]
+        after[name] = digest.moved(before[name], gains[at]) if at in gains else before[name]
     file.check_digests(before, after)
     specs = [source.specs[name] for name in names]
     return Scanned(specs, segments, {name: (before[name], after[name]) for name in names})

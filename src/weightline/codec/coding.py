@@ -149,7 +149,7 @@ def encode(segment: Segment, kind: Kind, *, dense: bool) -> Coded:
     rows, width = segment.rows, segment.was.itemsize
     chunks = np.zeros((len(rows), T_FIELDS), np.int64)
     worst = int((rows[:, R_COUNT] * width + rows[:, R_COUNT] // 8 + 64).max(initial=0))
-    out = backend.scratch("coded", max(worst, BATCH * 2) // 8 + 8, np.dtype(np.uint64))
+    out = backend.scratch("coded", max(worst, 1 << 22) // 8 + 8, np.dtype(np.uint64))
     classes = backend.scratch("classes", 64 * MAX_CLASSES * K_FIELDS, np.dtype(np.int64)).reshape(
         -1, K_FIELDS
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weightline.codec import backend, digest
 from weightline.codec.coding import (
@@ -85,13 +84,15 @@ def compare(batch: list[Piece], dtype: str, level: str, threshold: float) -> Seg
     return segment._replace(coded=encode(segment, kind_of(dtype), dense=level == "dense"))
 
 
-def sum_lanes(segments: list[Segment]) -> dict[int, npt.NDArray[np.uint64]]:
-    """What the digest of each changed tensor gains, by ordinal."""
-    total: dict[int, npt.NDArray[np.uint64]] = {}
+def sum_lanes(segments: list[Segment]) -> dict[int, tuple[int, int]]:
+    """What the digest of each changed tensor gains, by ordinal (not reduced modulo 2^64)."""
+    total: dict[int, tuple[int, int]] = {}
     for segment in segments:
-        for at in np.flatnonzero(segment.rows[:, R_HITS]).tolist():
-            tensor = segment.pieces[at].tensor
-            total[tensor] = total.get(tensor, np.zeros(2, np.uint64)) + segment.lanes[at]
+        lanes, hits = segment.lanes.tolist(), segment.rows[:, R_HITS].tolist()
+        for piece, (one, other), count in zip(segment.pieces, lanes, hits, strict=True):
+            if count:
+                before = total.get(piece.tensor, (0, 0))
+                total[piece.tensor] = (before[0] + one, before[1] + other)
     return total
 
 
@@ -144,7 +145,7 @@ def diff(
         name = specs[at].name
         known = None if old_digests is None else old_digests.get(name)
         base = known if known is not None else digest.digest_of(before[at])
-        digests[name] = (base, digest.render(digest.parse(base) + gain))
+        digests[name] = (base, digest.moved(base, gain))
     return Delta(Scanned(specs, segments, digests, None if level == "absolute" else level))
 
 

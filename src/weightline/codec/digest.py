@@ -64,6 +64,11 @@ def difference(digest: str, part: str) -> str:
     return f"{(int(a[0]) - int(b[0])) & _MASK:016x}{(int(a[1]) - int(b[1])) & _MASK:016x}"
 
 
+def moved(digest: str, gain: tuple[int, int]) -> str:
+    """A digest whose lanes gain what some changes add."""
+    return f"{(int(digest[:16], 16) + gain[0]) & _MASK:016x}{(int(digest[16:], 16) + gain[1]) & _MASK:016x}"
+
+
 def digest_of(bits: Bits, *, start: int = 0) -> str:
     """Digest of `bits` (`bits_of`), whose first element has index `start` in its tensor. Chunks run on
     threads."""
@@ -77,23 +82,36 @@ def digest_at(index: npt.NDArray[np.int64], bits: Bits) -> str:
     return render(backend.digest_at(np.ascontiguousarray(index, np.int64), 0, bits))
 
 
-def digest_rows(bits: Bits, rows: npt.NDArray[np.int64], columns: int) -> str:
-    """Digest of some rows of a matrix: row r of `bits` (shape [len(rows), columns], flat) is row rows[r] of
-    the tensor.
+def digest_rows(bits: Bits, rows: npt.NDArray[np.int64], columns: int, *, first: int = 0) -> str:
+    """Digest of a part of a matrix with `columns` columns: row r of `bits` (flat, shape [len(rows), width])
+    holds the columns
+    first … first + width - 1 of row rows[r] of the tensor.
 
     The way to check a slice of a fused or tensor-parallel parameter against the digest of the Hugging Face
-    tensor it holds.
+    tensor it holds: parts of
+    one tensor `combine`. Raises `InvalidInput` when the sizes do not fit.
     """
-    if bits.size != rows.size * columns:
+    rows = np.asarray(rows, np.int64)
+    width = bits.size // rows.size if rows.size else 0
+    if bits.size != rows.size * width or first < 0 or first + width > columns:
         raise InvalidInput(
-            f"{bits.size} elements are not {rows.size} rows of {columns}", hint="give one index a row"
+            f"{bits.size} elements are not {rows.size} rows of at most {columns - first} columns",
+            hint="give one index a row",
         )
     lanes = np.zeros(2, np.uint64)
-    table = bits.reshape(rows.size, columns) if columns else bits.reshape(rows.size, 0)
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), rows.size], strict=True):
-        if last > first:
-            lanes += backend.digest_range(table[first:last].reshape(-1), int(rows[first]) * columns)
+    if not width:
+        return render(lanes)
+    table = bits.reshape(rows.size, width)
+    if width == columns:
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        for begin, end in zip([0, *breaks.tolist()], [*breaks.tolist(), rows.size], strict=True):
+            lanes += backend.digest_range(table[begin:end].reshape(-1), int(rows[begin]) * columns)
+        return render(lanes)
+    inside = np.arange(first, first + width)
+    step = max(1, backend.CHUNK // width)
+    for begin in range(0, rows.size, step):
+        index = (rows[begin : begin + step, None] * columns + inside).reshape(-1)
+        lanes += backend.digest_at(index, 0, table[begin : begin + step].reshape(-1))
     return render(lanes)
 
 

@@ -102,7 +102,7 @@ class Shadow:
         for ordinal, gain in sorted(sum_lanes(segments).items()):
             name = names[ordinal]
             before = self.digests[name]
-            self.digests[name] = digest.render(digest.parse(before) + gain)
+            self.digests[name] = digest.moved(before, gain)
             digests[name] = (before, self.digests[name])
         specs = list(self._specs.values())
         return Delta(Scanned(specs, segments, digests, None if level == "absolute" else level))
