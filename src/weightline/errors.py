@@ -2,23 +2,22 @@
 
 ```
 WeightlineError
-├── InvalidInput        the caller passed something wrong; nothing was changed        fix the call
-│   └── StoreNotFound   there is no store at that place                               create it, or mend the path
-├── ConflictError       somebody else got there first                                 read what is there, decide
-│   ├── WriterFenced    a newer trainer owns the store; this one must stop            stop
-│   └── AlreadyServing  another server already serves this store                      use that one
-├── VersionNotFound     no such version was ever committed                            mend the number
-├── VersionGone         it was committed, its bytes were retired                      take a newer one
-├── IntegrityError      bytes differ from their digest                                repair or refetch
-├── FormatError         bytes are not what their format says, or are too new          upgrade, or mend the file
-├── Unavailable         a server, store or engine does not answer now                 try again
-│   └── StorageFull     no room to write; nothing was published                       free space, try again
-└── RefitError          an engine did not take a version; `engine_state` says where   see `engine_state`
-                        it stands
+├── InvalidInput        the caller passed something wrong; nothing was changed   fix the call
+│   └── StoreNotFound   there is no store at that place                          create it, or mend the path
+├── ConflictError       somebody else got there first                            read what is there, decide
+│   ├── WriterFenced    a newer trainer owns the store                           stop
+│   └── AlreadyServing  another server already serves this store                 use that one
+├── VersionNotFound     no such version was ever committed                       mend the number
+├── VersionGone         it was committed, its bytes were retired                 take a newer one
+├── IntegrityError      bytes differ from their digest                           repair or refetch
+├── FormatError         bytes are not what their format says, or are too new     upgrade, or mend the file
+├── Unavailable         a server, store or engine does not answer now            try again
+│   └── StorageFull     no room to write; nothing was published                  free space, try again
+└── RefitError          an engine did not take a version                         see its `engine_state`
 ```
 
-Each error has a `kind` (stable string), a `hint` (what to do next) and `retryable`. All of them pickle, so they cross process
-pools. `STATUS` maps every kind to the CLI exit code, the HTTP status and the gRPC status code.
+Each error has a `kind` (stable string), a `hint` (what to do next) and `retryable`. All of them pickle, so
+they cross process pools. `STATUS` maps every kind to the CLI exit code, the HTTP status and the gRPC status.
 """
 
 from __future__ import annotations
@@ -78,7 +77,8 @@ class WeightlineError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """The error as it crosses a wire; `from_dict` is its inverse."""
         extra = {k: v for k, v in self.__dict__.items() if k not in ("message", "hint")}
-        return {"kind": self.kind, "message": self.message, "hint": self.hint, "retryable": self.retryable, **extra}
+        known = {"kind": self.kind, "message": self.message, "hint": self.hint}
+        return {**known, "retryable": self.retryable, **extra}
 
 
 class InvalidInput(WeightlineError):
@@ -151,8 +151,8 @@ class StorageFull(Unavailable):
 class RefitError(WeightlineError):
     """An engine did not take a version.
 
-    `engine_state` says what it serves now: "old" (the version before, bit-exactly), "new" (the version that was asked for) or
-    "unknown" (quarantined: refit it from an anchor before it serves again).
+    `engine_state` says what it serves now: "old" (the version before, bit-exactly), "new" (the version that
+    was asked for) or "unknown" (quarantined: refit it in full before it serves again).
     """
 
     kind = "refit"
@@ -174,7 +174,7 @@ def _rebuild(cls: type[WeightlineError], message: str, fields: dict[str, Any]) -
 
 
 def from_dict(data: dict[str, Any]) -> WeightlineError:
-    """The error that `WeightlineError.to_dict` described; an unknown kind becomes a plain `WeightlineError`."""
+    """The error that `WeightlineError.to_dict` described; an unknown kind becomes a `WeightlineError`."""
     known = {c.kind: c for c in _subclasses(WeightlineError)}
     cls = known.get(str(data.get("kind")), WeightlineError)
     fields = {k: v for k, v in data.items() if k not in ("kind", "retryable")}

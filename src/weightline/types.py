@@ -1,6 +1,7 @@
 """The records that cross layers: frozen, plain, without behaviour beyond their own fields.
 
-dtype names are those of safetensors ("BF16", "F8_E4M3", …). Times are seconds since the Unix epoch. Digests are lower-case hex.
+dtype names are those of safetensors ("BF16", "F8_E4M3", …). Times are seconds since the Unix epoch. Digests
+are lower-case hex.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class TensorSpec(Struct, frozen=True, order=True):
 
 
 class WeightVersionSpan(Struct, frozen=True):
-    """Output tokens `start` (inclusive) to `end` (exclusive) were sampled by the weights labelled `version`."""
+    """Output tokens `start` (inclusive) to `end` (exclusive) were sampled by the weights `version`."""
 
     version: str
     start: int
@@ -57,7 +58,7 @@ class VersionRecord(Struct, frozen=True, kw_only=True):
     kind: VersionKind
     """"anchor" when the whole weights are stored (a delta may lie beside them), else "delta"."""
     nbytes: int
-    """Bytes stored for the weights of this version (anchor and delta blobs; manifest and attachments apart)."""
+    """Bytes stored for the weights of this version (anchor and delta; manifest and attachments apart)."""
     raw_nbytes: int
     """Bytes of the raw weights."""
     changed: int

@@ -11,7 +11,8 @@ HEAVY = ("torch", "transformers", "numba", "grpc", "starlette", "uvicorn", "type
 
 def _loaded_after(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-W", "error", "-c", code]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
     return set(out.stdout.split())
 
 
@@ -20,7 +21,8 @@ def _loaded_after(statement: str) -> set[str]:
     [
         "import weightline",
         "import weightline.service, weightline.store, weightline.codec, weightline.core.spans",
-        "import weightline.rollout, weightline.generate, weightline.trainer, weightline.audit, weightline.demo",
+        "import weightline.rollout, weightline.generate, weightline.trainer, weightline.audit",
+        "import weightline.demo",
     ],
 )
 def test_imports_load_nothing_heavy(statement):
