@@ -2,11 +2,12 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 STAMP := $(VENV)/.stamp
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test test-faults test-pythons lint format bench soak clean
+.PHONY: help setup demo test test-faults test-pythons setup-vllm test-vllm bench bench-vllm soak lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -33,6 +34,26 @@ test-faults: setup  ## fault injection: processes killed at every step, disks th
 
 test-pythons: setup  ## the torch-free tests on every other Python (3.12, 3.13) that is installed
 	./tests/other_pythons.sh
+
+setup-vllm: $(VLLM)/.stamp-weightline  ## .venv-vllm: the real vLLM for CPUs, with weightline installed beside it
+
+$(VLLM)/.stamp-weightline: engines/vllm/install.sh engines/vllm/requirements.txt pyproject.toml
+	sh engines/vllm/install.sh $(VLLM)
+	@touch $@
+
+test-vllm: setup-vllm  ## the vLLM suite on real servers
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -c tests/vllm/pytest.ini --rootdir tests/vllm tests/vllm -m "not soak"
+
+bench: setup  ## the figures that need no model but the demo's
+	$(BIN)/python benchmarks/notify.py
+	$(BIN)/python benchmarks/engine_throughput.py tiny
+	$(BIN)/python benchmarks/demo.py --model tiny
+
+bench-vllm: setup setup-vllm  ## refits of a stock vLLM server; MODEL=DIR, a Hugging Face folder
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python benchmarks/vllm_refit.py $(MODEL) -n 6 --refits 300 --billion
+
+soak: setup  ## long runs, by hand
+	$(BIN)/python -m pytest -m 'soak and not vllm' $(PYTEST_ARGS)
 
 lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

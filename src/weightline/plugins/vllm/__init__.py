@@ -13,8 +13,8 @@ log = logging.getLogger("vllm.weightline")
 
 NAME = "weightline"
 TESTED = ("0.32",)
-FROM_SOURCE = ("0.31", "0.33")
-"""Read, never run: accepted when every feature that the plugin needs is there."""
+NEVER_RUN = ("0.31", "0.33")
+"""Accepted when every feature that the plugin needs is there."""
 
 
 def missing_features() -> list[str]:
@@ -37,8 +37,8 @@ def missing_features() -> list[str]:
 def unsupported(version: str) -> str | None:
     """Why the plugin does not run on this vLLM version; None when it does."""
     short = ".".join(version.split("+")[0].split(".")[:2])
-    if short not in (*TESTED, *FROM_SOURCE):
-        return f"weightline supports vLLM {', '.join(sorted((*TESTED, *FROM_SOURCE)))}, this is {version}"
+    if short not in (*TESTED, *NEVER_RUN):
+        return f"weightline supports vLLM {', '.join(sorted((*TESTED, *NEVER_RUN)))}, this is {version}"
     missing = missing_features()
     if missing:
         return f"this vLLM ({version}) lacks {', '.join(missing)}"
