@@ -33,7 +33,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def tests_of(module: ModuleType, *fixtures: str, without: set[str]) -> dict[str, Any]:
+def suite_of(module: ModuleType, *fixtures: str, without: set[str]) -> dict[str, Any]:
     """The module's tests that take one of `fixtures`, but for those that look for files below the root."""
     found = {
         name: value

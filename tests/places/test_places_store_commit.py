@@ -1,6 +1,6 @@
 """tests/store/test_store_commit.py in memory, on a mirror and on S3."""
 
-from store_contract import changed, clock, load, same, store, tests_of, weights
+from store_contract import changed, clock, load, same, store, suite_of, weights
 
 __all__ = ["changed", "clock", "same", "store", "weights"]
 
@@ -12,4 +12,4 @@ OF_FOLDERS = {
     "test_opening_fences_nobody_and_the_first_commit_does",
     "test_a_place_without_hard_links_is_refused",
 }
-globals().update(tests_of(load("test_store_commit"), "store", without=OF_FOLDERS))
+globals().update(suite_of(load("test_store_commit"), "store", without=OF_FOLDERS))

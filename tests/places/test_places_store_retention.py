@@ -1,6 +1,6 @@
 """tests/store/test_store_retention.py in memory, on a mirror and on S3."""
 
-from store_contract import changed, clock, load, same, store, tests_of
+from store_contract import changed, clock, load, same, store, suite_of
 
 __all__ = ["changed", "clock", "same", "store"]
 
@@ -14,4 +14,4 @@ _module = load("test_store_retention")
 # Asks the place instead of the folder.
 _module._there = lambda store: [r.version for r in store.versions() if any(store.place.list(r.folder))]  # type: ignore[attr-defined]
 weights, six = _module.weights, _module.six
-globals().update(tests_of(_module, "store", "six", without=OF_FOLDERS))
+globals().update(suite_of(_module, "store", "six", without=OF_FOLDERS))
