@@ -38,6 +38,8 @@ class Machine(RuleBasedStateMachine):
         self.pinned: set[int] = set()
         self.leased: set[int] = set()
         self.owner: Writer | None = None
+        self.told: int | None = None
+        """Where the owner was told to go on from; other writers of the handle do not change that."""
         self.last: dict[str, int] = {}
 
     def _open(self, *, create: bool = False) -> Store:
@@ -65,10 +67,10 @@ class Machine(RuleBasedStateMachine):
             self.writers.append(self.owner)
         extra: dict[str, Any] = {"attachments": {"opt": b"%d" % k}} if attach else {}
         ident = f"c{self.head + 1}"
-        parent = self.store.resumed or self.head or None
+        parent = self.told or self.store.resumed or self.head or None
         record = self.owner.commit(weights(k), anchor=anchor, commit_id=ident, step=k, **extra)
         assert (record.version, record.parent) == (self.head + 1, parent)
-        self.last = {ident: record.version}
+        self.last, self.told = {ident: record.version}, None
         self._noted(k, parent, attach)
 
     @precondition(lambda self: self.last and self.owner is not None)
@@ -83,7 +85,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.head)
     @rule(k=st.integers(1, 1000))
     def take_over(self, k: int) -> None:
-        self.store.resumed = None
+        self.store.resumed = self.told = None
         old, self.owner = self.owner, self._open().writer()
         self.owner.commit(weights(k), commit_id=f"c{self.head + 1}", step=k)
         self._noted(k, self.head or None, False)
@@ -103,6 +105,7 @@ class Machine(RuleBasedStateMachine):
         assert found.attachments["opt"].read_bytes() == b"%d" % self.content[found.version - 1]
         if self.owner is not None:
             self.owner.resume_from(found.version)
+            self.told = found.version
 
     def _detached(self, version: int) -> bool:
         return version in self.store.state.detached or version in self.store.state.retired
@@ -154,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         if everything:
             for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "head.json"):
                 (self.folder / "s" / name).unlink(missing_ok=True)
-        self.store, self.owner = self._open(), None
+        self.store, self.owner, self.told = self._open(), None, None
 
     @invariant()
     def every_version_is_what_was_committed_or_says_that_it_is_gone(self) -> None:
