@@ -53,7 +53,7 @@ def measure(elements: int, density: float, where: str) -> dict[str, Any]:
     diff_time, delta = timed(lambda: device.diff({"w": old}, {"w": new}, old_digests=base), where)
     extra = torch.cuda.max_memory_allocated() - before if where.startswith("cuda") else None
     target = old.clone()
-    apply_time, undo = timed(lambda: device.apply_(delta, {"w": target}), where, 1)
+    apply_time, undo = timed(lambda: device.apply_(delta, {"w": target}, digests=base), where, 1)
     host_old, host_new = {"w": old.cpu()}, {"w": new.cpu()}
     host = codec.diff(host_old, host_new)
     exact = (

@@ -126,6 +126,45 @@ def test_a_wrong_base_is_refused_before_the_first_write(pair):
     assert all(same_bits(target[name], new[name]) for name in new)
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_base_that_differs_only_where_nothing_changes_is_refused(flat):
+    old = np.zeros((10, 10), np.float32)
+    new = old.copy()
+    new[0, 5] = 1
+    delta = codec.diff({"w": old}, {"w": new})
+    array = np.full((10, 10), 7, np.float32)
+    array[0, 5] = 0
+    target = array if flat else np.asfortranarray(array)
+    kept = target.copy()
+    with pytest.raises(IntegrityError, match="'w' has digest"):
+        delta.apply_({"w": target})
+    assert same_bits(target, kept)
+    good = old.copy() if flat else np.asfortranarray(old)
+    delta.apply_({"w": good})
+    assert same_bits(good, new)
+
+
+def test_with_carried_digests_no_tensor_is_read_in_full(pair, monkeypatch):
+    old, new = pair
+    digests = {name: codec.digest_of(codec.bits_of(array)) for name, array in old.items()}
+    delta, target = codec.diff(old, new), copies(old)
+
+    def forbidden(bits):
+        raise AssertionError(f"{bits.size} elements were read")
+
+    monkeypatch.setattr("weightline.codec.digest.digest_of", forbidden)
+    delta.apply_(target, digests=digests)
+    assert all(same_bits(target[name], new[name]) for name in new)
+
+
+def test_a_tensor_that_is_given_in_full_needs_no_base(pair):
+    old, new = pair
+    target = {name: array.copy() for name, array in old.items()}
+    codec.bits_of(target["c"])[0] ^= 1
+    codec.full(new).apply_(target)
+    assert all(same_bits(target[name], new[name]) for name in new)
+
+
 def test_a_carried_digest_that_differs_is_refused(pair):
     old, new = pair
     digests = {name: codec.digest_of(codec.bits_of(array)) for name, array in old.items()}

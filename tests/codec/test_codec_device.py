@@ -69,3 +69,15 @@ def test_a_wrong_base_or_shape_is_refused_before_the_first_write():
     assert (wrong == 3).all()
     device.apply_(codec.full({"w": np.full(8, 5, np.float32)}), {"w": wrong}).restore()
     assert (wrong == 3).all()
+
+
+def test_a_base_that_differs_only_where_nothing_changes_is_refused_on_the_device():
+    old, new = torch.zeros(100), torch.zeros(100)
+    new[5] = 1
+    delta = device.diff({"w": old}, {"w": new})
+    target = torch.full((100,), 7.0)
+    target[5] = 0
+    kept = target.clone()
+    with pytest.raises(IntegrityError, match="'w'"):
+        device.apply_(delta, {"w": target})
+    assert torch.equal(target, kept)

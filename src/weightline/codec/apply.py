@@ -38,6 +38,10 @@ class _Target:
     def _coordinates(self) -> tuple[npt.NDArray[Any], ...]:
         return np.unravel_index(self.index, self.view.shape)  # type: ignore[arg-type]
 
+    def whole(self) -> Bits:
+        """The bits of the whole tensor, in C order; a view of its memory where that is flat."""
+        return np.ascontiguousarray(self.view, bits_dtype(self.change.spec.dtype)).reshape(-1)
+
     def _read(self) -> Bits:
         native = bits_dtype(self.change.spec.dtype)
         if self.index is None:
@@ -147,11 +151,17 @@ def _views(
 
 
 def _check_target(target: _Target, carried: str | None) -> None:
-    """That base, changes and result agree: carried digest in O(1), the changes in O(changed)."""
+    """That base, changes and result agree: carried digest in O(1), the changes in O(changed).
+
+    Without a carried digest the whole tensor is read: the old bits of the changed elements say nothing
+    about the elements between them.
+    """
     change = target.change
     name = change.spec.name
     if target.index is None:
         return
+    if carried is None and change.base_digest is not None:
+        carried = digest.digest_of(target.whole())
     if carried is not None and carried != change.base_digest:
         raise IntegrityError(
             f"tensor {name!r} has digest {carried}, the delta is against {change.base_digest}",
@@ -191,8 +201,8 @@ def apply_(
     tensor when
     `digests` is given (O(1)); and that the old bits and the changes lead from the base's digest to the
     result's (O(changed)).
-    A delta at level "fast" or "dense" whose carried digests are not given recomputes those of the base in
-    full.
+    The digest of a tensor's base that is not carried is recomputed in full, at every level, unless the
+    change writes the whole tensor and so needs no base.
     `check=False` leaves digests out, for an absolute delta only: for repairing a half-applied tensor, after
     which a full
     recomputation is due. Tensors that share memory under two names are fine. Returns the `Undo`.

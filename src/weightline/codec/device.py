@@ -119,7 +119,7 @@ def apply_(delta: Delta, tensors: Mapping[str, Any], *, digests: Mapping[str, st
     """`Delta.apply_` for contiguous torch tensors on any device, from an absolute delta.
 
     Checks are those of `codec.apply_`, before the first write; only indexes, new bits and old bits of the
-    changes cross the bus.
+    changes cross the bus. A digest of the base that is not carried is recomputed on the device.
     Raises `InvalidInput` or `IntegrityError`.
     """
     if delta.level != "absolute":
@@ -146,11 +146,11 @@ def apply_(delta: Delta, tensors: Mapping[str, Any], *, digests: Mapping[str, st
         at = None if change.index is None else torch.from_numpy(np.array(change.index)).to(flat.device)
         old = flat.clone() if at is None else flat[at]
         if at is not None and change.index is not None and change.base_digest is not None:
-            carried = None if digests is None else digests.get(name)
+            carried = (None if digests is None else digests.get(name)) or digest_of(tensor)
             moved = digest.digest_update(
                 change.base_digest, change.index, _to_host(old, spec.dtype), change.bits
             )
-            if moved != change.digest or carried not in (None, change.base_digest):
+            if moved != change.digest or carried != change.base_digest:
                 raise IntegrityError(
                     f"tensor {name!r} does not hold the delta's base", hint="take the full version"
                 )
