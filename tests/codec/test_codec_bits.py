@@ -71,3 +71,22 @@ def test_lists_and_unknown_names_are_refused():
         codec.numpy_dtype("F4")
     with pytest.raises(InvalidInput):
         codec.from_bits(np.zeros(3, np.uint16), codec.spec_of("x", np.zeros(4, np.float16)))
+
+
+@pytest.mark.parametrize("name", ["\udc80", "layer.\ud800.w"])
+def test_a_name_that_is_no_utf8_is_refused(name):
+    old, new = {name: np.zeros(3, np.float32)}, {name: np.ones(3, np.float32)}
+    for act in (lambda: codec.diff(old, new), lambda: codec.full(new), lambda: codec.specs_of(new)):
+        with pytest.raises(InvalidInput, match=r"\\ud(c8|80)0.* is not valid UTF-8"):
+            act()
+    with pytest.raises(InvalidInput, match="tensor name 5 is a int"):
+        codec.specs_of({5: new[name]})
+
+
+def test_a_masked_array_is_refused_since_its_mask_would_be_lost():
+    masked = np.ma.masked_array(np.zeros(3, np.float32), mask=[True, False, True])
+    for act in (lambda: codec.spec_of("w", masked), lambda: codec.full({"w": masked})):
+        with pytest.raises(InvalidInput, match="'w' is a masked array"):
+            act()
+    with pytest.raises(InvalidInput, match="mask"):
+        codec.bits_of(masked)

@@ -90,3 +90,13 @@ def test_conjugate_views_are_read_right():
 def test_importing_the_codec_imports_neither_torch_nor_numba():
     code = "import sys, weightline.codec; sys.exit(any(m in sys.modules for m in ('torch', 'numba')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_by_name(layout):
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+    with pytest.raises(InvalidInput, match="'w' is a nested tensor"):
+        codec.full({"w": nested})
+    with pytest.raises(InvalidInput, match="nested tensor has no dense bits"):
+        codec.bits_of(nested)

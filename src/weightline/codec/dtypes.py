@@ -140,14 +140,42 @@ def nbytes_of(spec: TensorSpec) -> int:
     return count_of(spec) * width_of(spec.dtype)
 
 
+def check_name(name: object) -> None:
+    """Raise `InvalidInput` for a tensor name that is not a string or cannot be written as UTF-8."""
+    if not isinstance(name, str):
+        raise InvalidInput(f"tensor name {name!r} is a {type(name).__name__}", hint="name tensors by strings")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(
+            f"tensor name {name!r} is not valid UTF-8", hint="rename the tensor; it holds a lone surrogate"
+        ) from None
+
+
+def _check_plain(name: str, array: Any) -> None:
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidInput(
+            f"tensor {name!r} is a masked array, whose mask would be lost",
+            hint="pass array.filled(value), and the mask as a tensor of its own if it matters",
+        )
+    if getattr(array, "is_nested", False):
+        raise InvalidInput(
+            f"tensor {name!r} is a nested tensor without one shape",
+            hint="pass its parts as tensors of their own, or pad it: torch.nested.to_padded_tensor",
+        )
+
+
 def spec_of(name: str, array: Any) -> TensorSpec:
     """Name, dtype and shape of a numpy array (or scalar) or torch tensor. Raises `InvalidInput` that names
-    the tensor."""
+    the tensor: for a name that no file can hold, and for what is more or less than one dense array (masked
+    arrays, nested tensors)."""
+    check_name(name)
     if not (isinstance(array, np.ndarray | np.generic) or is_torch(array)):
         raise InvalidInput(
             f"tensor {name!r} is a {type(array).__name__}, not a numpy array or torch tensor",
             hint="pass numpy.ndarray or torch.Tensor values",
         )
+    _check_plain(name, array)
     try:
         dtype = parse_dtype(array.dtype)
     except InvalidInput as error:
@@ -170,8 +198,11 @@ def torch_flat(tensor: Any) -> Any:
             "a DTensor holds only a part of its elements here",
             hint="pass tensor.full_tensor() or the local shards",
         )
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise InvalidInput(f"a {tensor.layout} tensor has no dense bits", hint="pass a dense tensor")
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+        raise InvalidInput(
+            f"a {'nested' if tensor.is_nested else tensor.layout} tensor has no dense bits",
+            hint="pass a dense tensor",
+        )
     if tensor.device.type == "meta":
         raise InvalidInput("a tensor on the meta device has no bits", hint="materialise the weights first")
     signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -195,6 +226,8 @@ def bits_of(array: Any) -> Bits:
             f"{type(array).__name__} is not a numpy array or torch tensor",
             hint="pass numpy.ndarray or torch.Tensor values",
         )
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidInput("the mask of a masked array would be lost", hint="pass array.filled(value)")
     array = np.asarray(array)
     dtype = array.dtype
     width = width_of(parse_dtype(dtype if dtype.isnative else dtype.newbyteorder("=")))
