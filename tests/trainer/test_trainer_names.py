@@ -9,7 +9,10 @@ import torch
 
 from weightline.demo.models import stored_tensors, tiny_model
 from weightline.errors import InvalidInput
-from weightline.trainer import named_tensors, plain_name
+from weightline.rollout.mapping import WRAPPERS as RECEIVED
+from weightline.rollout.mapping import strip_wrappers
+from weightline.trainer import load_state, named_tensors, plain_name, save_state
+from weightline.trainer.names import WRAPPERS, innermost
 
 pytestmark = pytest.mark.torch
 
@@ -22,6 +25,15 @@ pytestmark = pytest.mark.torch
         ("layers._orig_mod.0.w", "layers.0.w"),
         ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.w", "layers.0.w"),
         ("model.layers.0._checkpoint_wrapped_module.mlp.w", "model.layers.0.mlp.w"),
+        (
+            "base_model.model._fsdp_wrapped_module.model.layers.0.self_attn.q_proj.base_layer.weight",
+            "model.layers.0.self_attn.q_proj.weight",
+        ),
+        ("_fsdp_wrapped_module.base_model.model.lm_head.weight", "lm_head.weight"),
+        ("base_model.layers.0.w", "base_model.layers.0.w"),
+        ("base_model.model", "base_model.model"),
+        ("encoder.base_model.model.w", "encoder.base_model.model.w"),
+        ("my_base_layer.w", "my_base_layer.w"),
         ("layers.0.w", "layers.0.w"),
         ("my_module.w", "my_module.w"),
         ("module_list.0.w", "module_list.0.w"),
@@ -32,6 +44,72 @@ pytestmark = pytest.mark.torch
 def test_wrapper_components_go_and_others_stay(wrapped: str, plain: str) -> None:
     assert plain_name(wrapped) == plain
     assert plain_name(plain) == plain
+    assert strip_wrappers(wrapped) == plain, "the receiving side has another rule"
+
+
+def test_both_sides_of_the_line_know_the_same_wrappers() -> None:
+    assert WRAPPERS == RECEIVED
+
+
+class LoraLinear(torch.nn.Module):
+    """The children and the `merged` flag that PEFT's LoRA layer has; delta W = B A, in place."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = inner
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 1, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(1, 3, bias=False)})
+        self.merged = False
+
+    def merge(self) -> None:
+        a, b = self.lora_A["default"].weight, self.lora_B["default"].weight
+        with torch.no_grad():
+            self.base_layer.weight += b @ a  # type: ignore[operator]
+        self.merged = True
+
+
+def adapted() -> tuple[torch.nn.Module, list[LoraLinear]]:
+    """A model under the names of a PEFT model: base_model.model.{0,1}.…"""
+    layers = [LoraLinear(torch.nn.Linear(4, 3)), LoraLinear(torch.nn.Linear(4, 3))]
+    tuner, outer = torch.nn.Module(), torch.nn.Module()
+    tuner.model = torch.nn.ModuleDict({"q_proj": layers[0], "v_proj": layers[1]})
+    outer.base_model = tuner
+    return outer, layers
+
+
+def test_adapters_that_are_not_merged_are_refused() -> None:
+    model, (first, _) = adapted()
+    with pytest.raises(InvalidInput, match=r"q_proj\.lora_A\.default\.weight .* PEFT adapter .* not merged"):
+        named_tensors(model)
+    first.merge()
+    with pytest.raises(InvalidInput, match=r"v_proj\.lora_A"):
+        named_tensors(model)
+    with pytest.raises(InvalidInput, match=r"q_proj\.lora_A"):
+        named_tensors(dict(model.named_parameters()))
+    with pytest.raises(InvalidInput, match="modules_to_save"):
+        named_tensors({"base_model.model.lm_head.modules_to_save.default.weight": torch.zeros(1)})
+
+
+def test_merged_adapters_give_the_merged_weights_under_plain_names() -> None:
+    model, layers = adapted()
+    for layer in layers:
+        layer.merge()
+    for wrapped in (model, torch.nn.DataParallel(model)):
+        tensors = named_tensors(wrapped)
+        assert set(tensors) == {f"{p}_proj.{leaf}" for p in "qv" for leaf in ("weight", "bias")}
+        assert tensors["q_proj.weight"].data_ptr() == layers[0].base_layer.weight.data_ptr()
+    assert innermost(torch.nn.DataParallel(model)) is model.base_model.model  # type: ignore[union-attr]
+
+
+def test_the_masters_of_a_trainer_state_keep_the_adapters(tmp_path: Path) -> None:
+    model, layers = adapted()
+    layers[0].merge()
+    with torch.no_grad():
+        layers[1].lora_A["default"].weight.fill_(0.5)  # type: ignore[operator]
+    save_state(tmp_path / "state", step=1, model=model)
+    again, _ = adapted()
+    load_state(tmp_path / "state", model=again)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 def test_two_sources_of_one_name_are_refused() -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 from weightline.errors import InvalidInput
 
-WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Components that DDP, `torch.compile`, FSDP and activation checkpointing put into names."""
+WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+)
+"""Components that DDP, `torch.compile`, FSDP, activation checkpointing and PEFT put into names; the receiving
+side (`rollout.mapping`) takes out the same."""
 
 
 def plain_name(name: str) -> str:
@@ -18,17 +21,28 @@ def plain_name(name: str) -> str:
     "layers.0.w".
 
     Only whole components go ("my_module.w" stays), and the last one, the parameter's own name, always stays.
+    PEFT's "base_model.model" goes where it leads the name.
     """
     *path, last = name.split(".")
-    return ".".join([part for part in path if part not in WRAPPERS] + [last])
+    kept = [part for part in path if part not in WRAPPERS]
+    while kept[:2] == ["base_model", "model"]:
+        kept = kept[2:]
+    return ".".join([*kept, last])
 
 
-def plain_names(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Name -> tensor under plain names. Raises `InvalidInput` when two different names become one."""
+def plain_names(tensors: Iterable[tuple[str, Any]], *, adapters: bool = False) -> dict[str, Any]:
+    """Name -> tensor under plain names. Raises `InvalidInput` when two different names become one, and for a
+    tensor of a PEFT adapter unless `adapters` are wanted."""
     result: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, tensor in tensors:
         plain = plain_name(name)
+        if not adapters and _of_adapter(name):
+            raise InvalidInput(
+                f"tensor {name} belongs to a PEFT adapter that is not merged into the weights",
+                hint="call merge_adapter() before the commit and unmerge_adapter() after it, or commit what "
+                "merge_and_unload() of a copy gives",
+            )
         if plain in result:
             raise InvalidInput(
                 f"tensor {plain}: both {origin[plain]} and {name} come to this name without their wrappers",
@@ -38,15 +52,17 @@ def plain_names(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def live_tensors(source: Any) -> dict[str, Any]:
+def live_tensors(source: Any, *, adapters: bool = False) -> dict[str, Any]:
     """Name -> live `torch.Tensor`, under plain names; a write to one of them is a write to the model.
 
     `source` is a `torch.nn.Module` (wrapped or not) or a mapping. Of tensors that share their storage one is
     kept: the one that the model does not declare tied, else the first. What a transformers model ignores on
-    save is left out. Raises `InvalidInput` for anything else, and for an entry that is not a tensor.
+    save is left out, and so are the tensors of PEFT adapters that are merged into the layers they adapt.
+    Raises `InvalidInput` for anything else, for an entry that is not a tensor, and for an adapter that is not
+    merged (of a mapping: any). `adapters=True` keeps every adapter's tensors: what a resume needs.
     """
     if isinstance(source, Mapping):
-        tensors = plain_names(source.items())
+        tensors = plain_names(source.items(), adapters=adapters)
         _check_tensors(tensors)
         return _untie(tensors, {})
     if not hasattr(source, "state_dict"):
@@ -55,7 +71,10 @@ def live_tensors(source: Any) -> dict[str, Any]:
             hint="give the model, or a mapping of names to tensors",
         )
     model = innermost(source)
-    tensors = plain_names(source.state_dict(keep_vars=True).items())
+    merged = frozenset() if adapters else _merged_layers(source)
+    state = source.state_dict(keep_vars=True)
+    kept = ((name, tensor) for name, tensor in state.items() if not _lora_in(name, merged))
+    tensors = plain_names(kept, adapters=adapters)
     tensors = {name: getattr(t, "data", t) for name, t in tensors.items()}
     for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ():
         tensors.pop(ignored, None)
@@ -76,12 +95,36 @@ def named_tensors(source: Any) -> dict[str, Any]:
 
 
 def innermost(model: Any) -> Any:
-    """The model inside its wrappers."""
+    """The model inside its wrappers, PEFT's included."""
     while True:
         inner = next((getattr(model, part) for part in sorted(WRAPPERS) if hasattr(model, part)), None)
+        if inner is None:
+            # Registered children only: transformers has a property `base_model` that is no wrapper.
+            adapted = getattr(model, "_modules", {}).get("base_model")
+            inner = getattr(adapted, "_modules", {}).get("model")
         if inner is None or inner is model or not hasattr(inner, "state_dict"):
             return model
         model = inner
+
+
+def _of_adapter(name: str) -> bool:
+    return any(part.startswith("lora_") or part == "modules_to_save" for part in name.split("."))
+
+
+def _merged_layers(model: Any) -> frozenset[str]:
+    """Plain names of the modules whose adapters PEFT has merged into their `base_layer`."""
+    return frozenset(
+        plain_name(f"{name}.")
+        for name, module in model.named_modules()
+        if "base_layer" in module._modules and getattr(module, "merged", False) is True
+    )
+
+
+def _lora_in(name: str, layers: frozenset[str]) -> bool:
+    """Whether `name` is a lora tensor of one of `layers`."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.startswith("lora_")), None)
+    return at is not None and plain_name(".".join([*parts[:at], ""])) in layers
 
 
 def _check_tensors(tensors: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ def save_state(
     """
     tree: dict[str, Any] = {}
     if model is not None:
-        tree["masters"] = live_tensors(model)
+        tree["masters"] = live_tensors(model, adapters=True)
     if optimizer is not None:
         tree["optimizer"] = optimizer.state_dict()
     if scheduler is not None:
@@ -105,7 +105,11 @@ def load_state(
                 raise InvalidInput(
                     f"{path}: holds no {part}", hint=f"it was saved without; resume without {part}"
                 )
-        masters = _matching(archive, nodes["masters"], live_tensors(model)) if model is not None else {}
+        masters = (
+            _matching(archive, nodes["masters"], live_tensors(model, adapters=True))
+            if model is not None
+            else {}
+        )
         rest = {part: node for part, node in nodes.items() if part != "masters"}
         references = _References(archive)
         tree = {part: unflatten(node, references) for part, node in rest.items()}
