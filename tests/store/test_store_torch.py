@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weightline.store import Store
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 
