@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,8 @@ def test_summary_says_what_happened_and_what_to_look_at_next(tmp_path: Path) -> 
     temporary = printed(lambda c: print_summary(build(board, seconds=12.0, phases={}, folder=None), c))
     assert "reward 0.250 → 0.500" in temporary
     assert "200 tokens of 5 requests replayed (2 mixed): none is wrong, 1 ties within 0.0005" in temporary
-    assert "replay to 1.0e-05; were the labels of the mixed ones exchanged" in temporary
-    assert "70 of 90 would be off" in " ".join(temporary.split())
+    assert "replayed log-probabilities are within 1.0e-05 of the recorded ones; control:" in temporary
+    assert "exchanged on purpose, 70 of 90 log-probabilities are off" in " ".join(temporary.split())
     assert "weightline demo --model tiny --dir" in temporary
     kept = printed(lambda c: print_summary(build(board, seconds=12.0, phases={}, folder=tmp_path), c))
     assert f"weightline log {tmp_path / 'store'}" in kept
@@ -161,6 +162,14 @@ def test_summary_says_what_happened_and_what_to_look_at_next(tmp_path: Path) -> 
     board.audit.outcome["mismatches"] = 2
     wrong = printed(lambda c: print_summary(build(board, seconds=12.0, phases={}, folder=None), c))
     assert "2 ARE WRONG" in wrong
+
+
+def test_the_next_commands_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a run; $HOME"
+    text = printed(lambda c: print_summary(build(finished_board(), seconds=1.0, phases={}, folder=folder), c))
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  weightline ")]
+    assert [words[1] for words in commands] == ["log", "show", "checkout"]
+    assert {words[2] for words in commands} == {str(folder / "store")}
 
 
 def test_lines_are_said_once_each() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -219,9 +220,9 @@ def _control_line(audit: Audit) -> str | None:
     if control is None or control.max_logprob_error is None or audit.max_logprob_error is None:
         return None
     return (
-        f"log-probabilities replay to {audit.max_logprob_error:.1e}; were the labels of the mixed ones "
-        f"exchanged, {control.logprob_outliers} of {control.tokens} would be off, "
-        f"by up to {control.max_logprob_error:.1e} (and {control.mismatches} tokens would differ)"
+        f"replayed log-probabilities are within {audit.max_logprob_error:.1e} of the recorded ones; "
+        f"control: with the labels of mixed requests exchanged on purpose, {control.logprob_outliers} of "
+        f"{control.tokens} log-probabilities are off, by up to {control.max_logprob_error:.1e}"
     )
 
 
@@ -231,13 +232,15 @@ def _next(report: DemoReport) -> list[Text]:
             Text("next: keep a run to look at:", style="bold"),
             Text("  weightline demo --model tiny --dir ./run", no_wrap=True),
         ]
-    store, newest = Path(report.dir) / "store", report.versions[-1] if report.versions else 1
+    store = shlex.quote(str(Path(report.dir) / "store"))
+    rollouts = shlex.quote(str(Path(report.dir) / "rollouts.jsonl"))
+    newest = report.versions[-1] if report.versions else 1
     return [
         Text("next: look at what was kept:", style="bold"),
         Text(f"  weightline log {store}", no_wrap=True),
         Text(f"  weightline show {store} {newest}", no_wrap=True),
         Text(f"  weightline checkout {store} {newest} ./policy-{newest}", no_wrap=True),
-        Text(f"  the rollouts with their labels: {Path(report.dir) / 'rollouts.jsonl'}", no_wrap=True),
+        Text(f"  the rollouts with their labels: {rollouts}", no_wrap=True),
     ]
 
 
