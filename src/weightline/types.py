@@ -10,6 +10,8 @@ from typing import Any, Literal, TypedDict
 
 from msgspec import Struct
 
+from weightline.errors import InvalidInput
+
 VersionKind = Literal["anchor", "delta"]
 Verification = Literal["live", "loader_input", "none"]
 
@@ -23,11 +25,28 @@ class TensorSpec(Struct, frozen=True, order=True):
 
 
 class WeightVersionSpan(Struct, frozen=True):
-    """Output tokens `start` (inclusive) to `end` (exclusive) were sampled by the weights `version`."""
+    """Output tokens `start` (inclusive) to `end` (exclusive) were sampled by the weights `version`.
+
+    Raises `InvalidInput` for a range that cannot be: a negative start, an end before the start, a version
+    that is no string. An empty range may be, but is never in a canonical list (`core.spans`).
+    """
 
     version: str
     start: int
     end: int
+
+    def __post_init__(self) -> None:
+        # type() and not isinstance: a bool is an int to Python and never a token number.
+        if type(self.start) is not int or type(self.end) is not int or not 0 <= self.start <= self.end:
+            raise InvalidInput(
+                f"span [{self.start!r}, {self.end!r}) of label {self.version!r} is no range of tokens",
+                hint="0 <= start <= end, in output tokens",
+            )
+        if not isinstance(self.version, str):
+            raise InvalidInput(
+                f"span [{self.start}, {self.end}): version is {self.version!r}, not a string",
+                hint='the version of a span is a label like "7@3f9c2d1e", as the engine gave it',
+            )
 
 
 class Ack(Struct, frozen=True, kw_only=True):

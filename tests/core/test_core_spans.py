@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightline.audit.rollout_file import read
 from weightline.core.spans import SpanBuilder, from_tokens, merge, per_token, validate
 from weightline.errors import InvalidInput
 from weightline.types import WeightVersionSpan as Span
@@ -96,11 +98,38 @@ def test_a_list_that_is_not_canonical_is_refused_and_says_why(
         validate(spans, length)
 
 
-def test_merge_refuses_a_reversed_range() -> None:
+def test_merge_refuses_a_range_that_goes_back() -> None:
     with pytest.raises(InvalidInput, match="follow on"):
-        merge((Span("A", 0, 3), Span("B", 3, 1)))
+        merge((Span("A", 0, 3), Span("B", 1, 4)))
 
 
 def test_append_refuses_a_negative_count() -> None:
     with pytest.raises(InvalidInput, match="negative"):
         SpanBuilder().append("A", -1)
+
+
+@pytest.mark.parametrize(("start", "end"), [(5, 0), (-1, 3), (0, True), (0.0, 1), ("0", 1), (0, None)])
+def test_a_range_that_cannot_be_is_refused_when_it_is_made(start: object, end: object) -> None:
+    with pytest.raises(InvalidInput, match="of label 'A' is no range of tokens"):
+        Span("A", start, end)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", [7, None, b"7"])
+def test_a_version_that_is_no_string_is_refused_when_the_span_is_made(version: object) -> None:
+    with pytest.raises(InvalidInput, match="not a string"):
+        Span(version, 0, 1)  # type: ignore[arg-type]
+
+
+def test_what_comes_over_the_wire_is_checked_in_the_same_way() -> None:
+    span = Span("7@aa", 0, 3)
+    assert msgspec.json.decode(msgspec.json.encode(span), type=Span) == span
+    with pytest.raises(InvalidInput, match="is no range"):
+        msgspec.json.decode(b'{"version": "A", "start": 2, "end": 1}', type=Span)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"version": "A", "start": true, "end": 1}', type=Span)
+
+
+def test_a_span_that_cannot_be_is_refused_by_the_line_of_the_rollout_file() -> None:
+    line = b'{"choices": [{"weight_versions": [{"version": "A", "start": 2, "end": 1}]}]}'
+    with pytest.raises(InvalidInput, match=r"^rollout 1: span \[2, 1\)"):
+        list(read([line]))

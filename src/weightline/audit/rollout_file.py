@@ -127,6 +127,8 @@ def _checked(lines: Iterable[tuple[str, Any]], run: str | None) -> Iterator[Roll
                 request = msgspec.convert(line, RolloutRequest)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise InvalidInput(f"{where}: {error}", hint=_HINT) from error
+        except InvalidInput as error:  # a span that cannot be
+            raise InvalidInput(f"{where}: {error.message}", hint=error.hint) from error
         _check(request, where, run)
         yield request
 

@@ -204,7 +204,9 @@ class VllmRoutes:
         return JSONResponse({"success": True, "new_version": label})
 
     async def abort_requests(self, request: Request) -> Response:
-        """`request_ids`, or none for all; unknown ids do nothing."""
+        """`request_ids`, or none for all; unknown ids do nothing. As in vLLM, `aborted` is how many ids were
+        asked for, known or not; without ids how many requests were live.
+        """
         body = await _json(request)
         ids = body.get("request_ids")
         if ids is not None and (not isinstance(ids, list) or not all(isinstance(i, str) for i in ids)):
