@@ -6,11 +6,14 @@ import socket
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from weightline.demo import run_demo
 from weightline.demo.places import Places, Ports
+from weightline.demo.supervisor import committed_in
 from weightline.errors import InvalidInput
+from weightline.store import Store
 
 
 def test_a_temporary_run_leaves_nothing() -> None:
@@ -103,3 +106,19 @@ def test_ports_are_held_for_a_server_that_names_them() -> None:
             assert any_port.getsockname()[1] not in ports.numbers
     finally:
         ports.close()
+
+
+def test_the_versions_that_a_stopped_demo_tells_are_those_of_the_store(tmp_path: Path) -> None:
+    assert committed_in(tmp_path / "store") is None
+    store = Store.open(tmp_path / "store", create=True)
+    try:
+        assert committed_in(tmp_path / "store") == 0
+        writer = store.writer()
+        for value in (1.0, 2.0):
+            writer.commit({"w": np.full(3, value, np.float32)})
+        assert committed_in(tmp_path / "store") == 2
+    finally:
+        store.close()
+    assert committed_in(tmp_path / "store") == 2
+    (tmp_path / "file").write_text("x")
+    assert committed_in(tmp_path / "file") is None

@@ -103,6 +103,8 @@ class Demo:
         self._folder: Path | None = None
         """The model folder, once it is known."""
         self._stopped: list[str] = []
+        self._committed: int | None = None
+        """Versions in the store once nobody writes any more; None when it could not be read."""
         self.ports = Ports(engines)
         self.children = Children(self.places.logs)
         self.children.tell_janitor("remove", str(self.places.runtime))
@@ -323,6 +325,8 @@ class Demo:
             self.board.phase = "stop"
             self.view.__exit__(kind, error, trace)
             self._stop_children(hurry=error is not None)
+            if isinstance(error, Stopped):
+                self._committed = committed_in(self.places.store)
         finally:
             failed = isinstance(error, WeightlineError) or (
                 error is not None and not isinstance(error, Stopped)
@@ -359,10 +363,28 @@ class Demo:
             if self.places.temporary
             else f"the run is kept in {self.places.run}"
         )
-        done = f"{len(self.board.records)} versions committed, {len(self.board.steps)} steps done"
+        seen = len(self.board.records)
+        committed = seen if self._committed is None else self._committed
+        done = f"{committed} versions committed, {len(self.board.steps)} steps done"
         processes = ", ".join(self._stopped) or "nothing was running"
         notes = "".join(f"\n{note}" for note in self.notes)
         return f"{stopped}: stopped {processes}\n{done}; {where}{notes}"
+
+
+def committed_in(store: Path) -> int | None:
+    """Versions that the log of the store holds, also those that the demo did not hear of before it stopped;
+    None when there is no store yet or it cannot be read.
+    """
+    from weightline.store import Store
+
+    try:
+        opened = Store.open(store)
+    except WeightlineError:
+        return None
+    try:
+        return len(opened.versions())
+    finally:
+        opened.close()
 
 
 def _follower(engine: str) -> str:
