@@ -20,7 +20,7 @@ from weightline.errors import StorageFull, Unavailable
 OnStep = Callable[[str], None]
 Chunk = bytes | bytearray | memoryview
 
-_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _COPY = 8 << 20
 """Bytes read at a time."""
 
@@ -40,7 +40,7 @@ def typed(what: str) -> Iterator[None]:
 
 def failure(what: str, error: OSError) -> Unavailable:
     """The typed error for an `OSError` that came up while `what` was written."""
-    if error.errno in _FULL:
+    if error.errno in NO_ROOM:
         return StorageFull(
             f"no room to write {what}: {error.strerror}",
             hint="free space (`weightline gc`) or raise the limit, and repeat the same call",

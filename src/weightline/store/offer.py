@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from weightline.store.manifest import TensorEntry
 from weightline.types import TensorSpec
 
 MAX_ATTACHMENT_NAME = 100
+MAX_STEP = 2**63 - 1
 _EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0 << 48, "F8_E5M2": 0x7C}
 """A value of these dtypes is infinite or NaN when all bits of its exponent are set."""
 _NAN_FP8 = 0x7F
@@ -60,7 +62,9 @@ def options_of(given: Mapping[str, Any]) -> Options:
     for name, value in given.items():
         if name not in _TYPES:
             faults.append(f"unknown option {name!r}")
-        elif value is not None and not isinstance(value, _TYPES[name]):
+        elif value is not None and (
+            not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and bool not in _TYPES[name])
+        ):
             faults.append(f"{name} is a {type(value).__name__}")
     if faults:
         raise InvalidInput(f"commit: {'; '.join(faults)}", hint="see the options of commit()")
@@ -76,10 +80,17 @@ def check_options(options: Options) -> None:
     """Raises `InvalidInput` for options that could not be stored."""
     if options.label is not None:
         check_label(options.label)
+    if options.step is not None and not 0 <= options.step <= MAX_STEP:
+        raise InvalidInput(f"step {options.step} is not within 0..{MAX_STEP}", hint="count optimizer steps")
     for name, value in options.attachments.items():
-        if not name or len(name) > MAX_ATTACHMENT_NAME or Path(name).name != name or name.startswith("."):
+        plain = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_ATTACHMENT_NAME
+        if not plain or Path(name).name != name or name.startswith("."):
             raise InvalidInput(
                 f"attachment name {name!r} is not a plain file name", hint='use a name such as "optimizer.pt"'
+            )
+        if not isinstance(value, bytes | str | Path):
+            raise InvalidInput(
+                f"attachment {name!r} is a {type(value).__name__}", hint="give bytes or a file"
             )
         if not isinstance(value, bytes) and not Path(value).is_file():
             raise InvalidInput(
@@ -87,6 +98,9 @@ def check_options(options: Options) -> None:
                 hint="give bytes or a file; pack a folder with tar",
             )
     try:
+        json.dumps(dict(options.metadata), allow_nan=False)
+        if not all(isinstance(key, str) for key in options.metadata):
+            raise TypeError("its keys must be strings")
         msgspec.json.encode(dict(options.metadata))
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"metadata cannot be stored as JSON: {error}", hint="use plain values") from None

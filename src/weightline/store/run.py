@@ -18,7 +18,14 @@ from msgspec import Struct
 
 from weightline.core.ledger import FORMAT
 from weightline.core.seal import seal, unseal
-from weightline.errors import ConflictError, FormatError, InvalidInput, StoreNotFound, Unavailable
+from weightline.errors import (
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    InvalidInput,
+    StoreNotFound,
+    Unavailable,
+)
 from weightline.store.place import Missing, Place
 
 logger = logging.getLogger(__name__)
@@ -80,6 +87,11 @@ def read_run(place: Place) -> Run:
 def make_run(place: Place, clock: Callable[[], float]) -> Run:
     """The store at `place`, made if need be. Two processes that make it at once end up with the same one."""
     if place.size(RUN) is None:
+        if next(iter(place.list("log")), None) is not None:
+            raise IntegrityError(
+                f"{place.url} has a log and no {RUN}: which run this is cannot be told",
+                hint=f"restore {RUN} from a copy; a new run needs an empty place",
+            )
         run = Run(FORMAT, uuid.uuid4().hex[:12], clock())
         # A lost answer is cleared up by reading: whoever was first, that is the run.
         place.put_if_absent(RUN, encode(run))

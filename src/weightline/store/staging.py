@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weightline.core.ledger import LedgerState
 from weightline.errors import InvalidInput, Unavailable, WeightlineError
 from weightline.store import owner as owners
-from weightline.store.disk import Disk, typed
+from weightline.store.disk import NO_ROOM, Disk, typed
 from weightline.store.manifest import ATTACHMENTS, VERSIONS
 
 if TYPE_CHECKING:
@@ -177,7 +177,13 @@ def _claim(folder: Path, source: Path) -> Path | None:
     token = uuid.uuid4().hex
     claim, claimer = folder / f"{_CLAIM}{token}", folder / f"{_CLAIMER}{token}"
     try:
-        claimer.write_bytes(owners.encode(owners.this_process()))
+        try:
+            claimer.write_bytes(owners.encode(owners.this_process()))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            # A full disk must not keep what filled it: the rename alone needs no room.
+            claimer.unlink(missing_ok=True)
         source.rename(claim)
     except FileNotFoundError:
         claimer.unlink(missing_ok=True)

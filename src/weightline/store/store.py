@@ -25,6 +25,7 @@ from weightline.errors import (
     FormatError,
     IntegrityError,
     InvalidInput,
+    StorageFull,
     VersionGone,
     VersionNotFound,
     WeightlineError,
@@ -132,6 +133,8 @@ class Store(Keeping):
         format), `ConflictError` (another run), `InvalidInput` (a place where no store can be). A damaged log
         does not keep it from opening (see `damage`): what comes before the damage can be read.
         """
+        if not isinstance(root, str | Path) or "\0" in str(root):
+            raise InvalidInput(f"{root!r} is no path", hint="give the folder of the store, or its URL")
         if place is None and isinstance(root, str) and is_store_url(root):
             root, place = place_of(root, create=create)
         root, disk = Path(root).absolute(), Disk(on_step)
@@ -328,7 +331,7 @@ class Store(Keeping):
                     self._index()  # before there are versions: a catalogue that comes later was lost
                     staging.adopt(folder, self.disk)
                     self._check_staged(folder, request)
-                done = self._drive(machines.commit(state, request))
+                done = self._commit(state, request, folder)
                 entry, repeated = done.entry, done.repeated
             else:
                 entry, repeated = known, False
@@ -368,6 +371,14 @@ class Store(Keeping):
             if machine.state.seq > self.state.seq:
                 self.state = machine.state
 
+    def _commit(self, state: LedgerState, request: CommitRequest, folder: Path) -> machines.Done:
+        try:
+            return self._drive(machines.commit(state, request))
+        except (ConflictError, InvalidInput, StorageFull):
+            # It was adopted, so whoever staged it cannot remove it any more.
+            staging.discard(folder, self)
+            raise
+
     def _check_staged(self, folder: Path, request: CommitRequest) -> None:
         try:
             data = (folder / MANIFEST).read_bytes()
@@ -388,5 +399,6 @@ class Store(Keeping):
     def _index(self) -> None:
         try:
             self.catalog.index()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:
+            # The log has the commit; whatever ails the catalogue must not fail it.
             logger.warning("%s is not up to date: %s", self.catalog.path, error)

@@ -4,6 +4,7 @@ along.
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from weightline import codec
 from weightline.codec import Delta, bits_of, from_bits
 from weightline.codec.dtypes import Bits
 from weightline.core.commit import CommitRequest
-from weightline.errors import ConflictError, StorageFull, Unavailable, WeightlineError
+from weightline.errors import ConflictError, IntegrityError, StorageFull, Unavailable, WeightlineError
 from weightline.store import offer as offers
 from weightline.store import staging
 from weightline.store.manifest import TensorEntry
@@ -28,6 +29,9 @@ from weightline.types import VersionRecord
 
 if TYPE_CHECKING:
     from weightline.store.store import Store
+
+
+logger = logging.getLogger(__name__)
 
 
 class Published(Struct, frozen=True):
@@ -123,7 +127,7 @@ class Writer:
         chosen = offers.options_of(options)
         with self._lock:
             given, model_files = offers.read_offer(weights, chosen.model_files)
-            self._follow()
+            self._follow_for(given, chosen)
             chosen = msgspec.structs.replace(
                 chosen, model_files=model_files, commit_id=chosen.commit_id or self._new_id()
             )
@@ -261,6 +265,16 @@ class Writer:
             weights_digest=entry.weights_digest,
         )
         return Staged(request, None, None, None, {}, existing=record)
+
+    def _follow_for(self, given: Mapping[str, Any] | Delta, options: Options) -> None:
+        try:
+            self._follow()
+        except IntegrityError as error:
+            self._forget()
+            if isinstance(given, Delta) or options.partial:
+                raise
+            # Whole weights need nothing of the newest version, and engines need a version that is whole.
+            logger.warning("%s; what is committed now becomes an anchor that stands on its own", error)
 
     def _follow(self) -> None:
         """Hold the bits of the newest version, whoever committed it."""
