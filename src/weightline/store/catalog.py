@@ -116,8 +116,8 @@ class Catalog:
             (ack.subscriber, ack.version, ack.at, ack.verified, ack.pause_ms, ack.detail),
         )
         self._write(
-            "INSERT INTO subscribers VALUES (?1, ?2, ?3) "
-            "ON CONFLICT (name) DO UPDATE SET version = ?2, seen = ?3",
+            "INSERT INTO subscribers VALUES (?, ?, ?) "
+            "ON CONFLICT (name) DO UPDATE SET version = excluded.version, seen = excluded.seen",
             (ack.subscriber, ack.version, ack.at),
         )
 
@@ -153,6 +153,12 @@ class Catalog:
         )
         fields = TraceEvent.__struct_fields__
         return [msgspec.convert(dict(zip(fields, row, strict=True)), TraceEvent) for row in rows]
+
+    def __del__(self) -> None:
+        # A store that is dropped without `close` must not leave its connection to the garbage collector.
+        connection = getattr(self, "_connection", None)
+        if connection is not None:
+            connection.close()
 
     def close(self) -> None:
         """Close the file. The next use opens it again."""
