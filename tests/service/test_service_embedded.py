@@ -197,7 +197,7 @@ def test_nothing_of_a_store_lies_outside_its_folder(tmp_path):
 
 
 def test_an_embedded_cleaner_keeps_what_was_acked_lately(tmp_path):
-    with wl.CheckpointEngine(tmp_path / "ckpt", max_versions=1, cleanup_interval=0.02) as engine:
+    with wl.CheckpointEngine(tmp_path / "ckpt", disk_budget=1, cleanup_interval=0.02) as engine:
         weights = model()
         engine.commit(weights)
         engine.ack(1, "engine-0")
