@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from weightline.store.store import Store
 
 
-class Keeping:
-    """The half of `Store` that decides what stays."""
+class Keeping(ABC):
+    """The half of `Store` that decides what stays; the abstract methods are the other half's."""
 
     root: Path
     state: LedgerState
@@ -31,15 +32,15 @@ class Keeping:
     _lock: threading.RLock
     _free_at_start: int
 
+    @abstractmethod
     def read_log(self) -> LedgerState:
         """See `Store`."""
-        raise NotImplementedError
 
-    def _known(self, version: int) -> VersionEntry:
-        raise NotImplementedError
+    @abstractmethod
+    def _known(self, version: int) -> VersionEntry: ...
 
-    def _drive(self, machine: machines.Machine) -> machines.Done:
-        raise NotImplementedError
+    @abstractmethod
+    def _drive(self, machine: machines.Machine) -> machines.Done: ...
 
     @property
     def _store(self) -> Store:
