@@ -16,6 +16,7 @@ setup: $(STAMP)/setup  ## .venv with the package, the development tools and torc
 
 $(STAMP)/setup: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; set PYTHON=... to a Python 3.11 or newer" >&2; exit 1; }
+	@echo "set-up: a virtual environment in $(VENV), torch, the package and its development tools (about 2 minutes, once)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
