@@ -104,6 +104,6 @@ def _root(
 def main() -> None:
     """Entry point of the console script."""
     # Imported for the commands that they register, in the order of `--help`.
-    for module in ("processes", "writing", "history", "keeping", "patches", "offline"):
+    for module in ("processes", "proving", "writing", "history", "keeping", "patches", "offline"):
         importlib.import_module(f"weightline.cli.{module}")
     app()
