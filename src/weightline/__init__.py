@@ -30,7 +30,7 @@ from weightline.errors import (
 from weightline.types import WeightVersionSpan
 
 if TYPE_CHECKING:
-    from weightline.core import spans
+    from weightline import spans
     from weightline.service.client import connect
     from weightline.service.embedded import CheckpointEngine, compute_delta
 
@@ -63,7 +63,7 @@ _LATE = {
     "CheckpointEngine": ("weightline.service.embedded", "CheckpointEngine"),
     "compute_delta": ("weightline.service.embedded", "compute_delta"),
     "connect": ("weightline.service.client", "connect"),
-    "spans": ("weightline.core.spans", None),
+    "spans": ("weightline.spans", None),
 }
 
 

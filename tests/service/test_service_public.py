@@ -43,7 +43,7 @@ def test_every_public_name_resolves_to_what_its_name_says():
     for name in PUBLIC:
         assert getattr(weightline, name) is not None
     assert weightline.CheckpointEngine.__name__ == "CheckpointEngine"
-    assert weightline.spans.__name__ == "weightline.core.spans"
+    assert weightline.spans.__name__ == "weightline.spans"
     assert weightline.WeightVersionSpan("7@3f9c2d1e", 0, 57).end == 57
 
 
