@@ -39,6 +39,6 @@ _START = """
 import json, sys
 from pathlib import Path
 from weightline.generate import serve_engine
-serve_engine(Path(sys.argv[1]), port=0, threads=1, max_model_len=256,
+serve_engine(Path(sys.argv[1]), port=0, threads=1, max_model_len=512,
              ready=lambda facts: print(json.dumps(facts), flush=True))
 """

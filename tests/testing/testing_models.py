@@ -23,7 +23,7 @@ def model_of(arch: str, tie: bool, folder: Path, dtype: str = "bfloat16") -> Any
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": tie,
         "pad_token_id": None,
         "bos_token_id": None,

@@ -37,11 +37,11 @@ class Stage:
     checks go."""
 
     def __init__(
-        self, client: Client, swaps: Swaps, plain: MarkerModel, kv: MarkerModel, *, longest: int
+        self, client: Client, swaps: Swaps, plain: MarkerModel, kv: MarkerModel, *, longest: int, prefix: int
     ) -> None:
         self.client, self.swaps, self.plain, self.kv = client, swaps, plain, kv
         self.found = Findings()
-        self.longest = longest
+        self.longest, self.prefix = longest, prefix
         self.forms = [Form(stream, mode) for stream in (True, False) for mode in client.output_modes]
         self._k = 0
         self._asked = 0
@@ -77,8 +77,8 @@ class Stage:
         return self.swaps.commit(None, self._k, self.plain.zeroed(self._k))
 
     def waiting(self, count: int) -> None:
-        """Until the engine knows of `count` requests, a few seconds at most."""
-        until(lambda: self.client.live_requests() >= count, timeout=5.0)
+        """Until the engine knows of `count` requests; a second at most: some count only while they run."""
+        until(lambda: self.client.live_requests() >= count, timeout=1.0)
 
 
 def run(stage: Stage) -> None:

@@ -108,11 +108,14 @@ class Client(Protocol):
 
     kind: str
     url: str
-    pauses: tuple[Pause, ...]
-    """Every way to pause that keeps the engine's own promise of exact labels."""
     output_modes: tuple[OutputMode, ...]
     not_offered: dict[str, str]
     """What this kind does not have -> why; goes into the report."""
+
+    @property
+    def pauses(self) -> tuple[Pause, ...]:
+        """Every way to pause that keeps the engine's own promise of exact labels."""
+        ...
 
     def generate(self, ask: Ask, on_event: OnEvent | None = None) -> Reply:
         """Send a request and read it to its end. Never raises for what the engine does."""

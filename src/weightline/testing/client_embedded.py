@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightline.testing.client import OutputMode
-from weightline.testing.client_vllm import VllmClient
+from weightline.testing.client_vllm import PAUSES, VllmClient
 
 
 class EmbeddedClient(VllmClient):
     """`Client` on a `weightline engine`."""
 
     kind = "embedded"
+    pauses = PAUSES
     output_modes: tuple[OutputMode, ...] = ("tokens",)
 
     def __init__(self, url: str) -> None:

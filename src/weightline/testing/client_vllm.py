@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weightline.errors import InvalidInput
+from weightline.errors import InvalidInput, Unavailable
 from weightline.testing.client import Ask, OnEvent, Output, OutputMode, Pause, Reply
 from weightline.testing.wire import Wire, events
 
@@ -31,7 +31,6 @@ class VllmClient:
     """`Client` on a vLLM server with its RL routes."""
 
     kind = "vllm"
-    pauses: tuple[Pause, ...] = PAUSES
     output_modes: tuple[OutputMode, ...] = ("tokens", "text")
 
     def __init__(self, url: str) -> None:
@@ -40,6 +39,20 @@ class VllmClient:
         self.not_offered: dict[str, str] = {
             "kv_weight_versions": "vLLM does not say which version computed the KV"
         }
+        self._pauses: tuple[Pause, ...] | None = None
+
+    @property
+    def pauses(self) -> tuple[Pause, ...]:
+        """With prefix caching on, a pause that keeps KV leaves blocks of old weights where new requests find
+        them, so the follower refuses it."""
+        if self._pauses is None:
+            self._pauses = PAUSES
+            if 'enable_prefix_caching="True"' in self._metrics():
+                self._pauses = tuple(pause for pause in PAUSES if pause.kv != "kept")
+                self.not_offered["pause keep without clear"] = (
+                    "this server caches prefixes; start it with --no-enable-prefix-caching for this part"
+                )
+        return self._pauses
 
     # Requests.
 
@@ -80,6 +93,9 @@ class VllmClient:
             "ignore_eos": True,
             "n": ask.n,
         }
+        if ask.n > 1:
+            # vLLM refuses several greedy outputs; the likeliest token alone is the same.
+            sampling |= {"temperature": 1.0, "top_k": 1}
         if ask.stop_token_ids:
             sampling["stop_token_ids"] = list(ask.stop_token_ids)
         return {
@@ -148,15 +164,22 @@ class VllmClient:
         self.wire.expect("POST", "/update_weight_version", {"new_version": label})
 
     def live_requests(self) -> int:
-        connection, response = self.wire.open("GET", "/metrics")
-        try:
-            text = response.read().decode()
-        finally:
-            connection.close()
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        return sum(
-            int(float(line.rsplit(" ", 1)[1])) for line in text.splitlines() if line.split("{", 1)[0] in names
-        )
+        lines = self._metrics().splitlines()
+        return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.split("{", 1)[0] in names)
+
+    def _metrics(self) -> str:
+        try:
+            connection, response = self.wire.open("GET", "/metrics")
+            try:
+                return response.read().decode()
+            finally:
+                connection.close()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(
+                f"engine {self.url}: /metrics: {error or type(error).__name__}",
+                hint="is the engine running at that address?",
+            ) from None
 
     def model_folder(self) -> Path:
         for model in self.wire.expect("GET", "/v1/models")["data"]:

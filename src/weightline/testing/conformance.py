@@ -12,12 +12,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
+from weightline.errors import RefitError
 from weightline.testing import acceptance
 from weightline.testing.acceptance import Stage
 from weightline.testing.client import Client, OutputMode, open_client
+from weightline.testing.judge import Tally
 from weightline.testing.marker import MarkerModel, load_folder
 from weightline.testing.report import ConformanceReport, Findings
 from weightline.testing.stress import Load, Progress, Stress
@@ -27,6 +30,8 @@ FLAT = 0.05
 """How much the engine's resident memory may grow over the second half of the swaps, as a share of it."""
 FLAT_BYTES = 32 << 20
 """Growth below this is never a finding."""
+
+_REFITS = "the engine takes every version that the follower brings"
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -39,6 +44,8 @@ class Options(Struct, frozen=True, kw_only=True):
     seed: int = 0
     longest: int = 160
     """Tokens of a request that must still run when the pause comes, at most."""
+    prefix: int = 272
+    """Tokens of the prompts that several requests share: at least two blocks of the engine's prefix cache."""
     pid: int | None = None
     """Process of the engine: then its resident memory (children included) must stay flat."""
     accept: bool = True
@@ -59,8 +66,8 @@ def run(
     """Run the whole suite on the engine of `kind` at `url`.
 
     `model`: the Hugging Face folder that the engine was started with (None: the engine names it). `client`:
-    an adapter of one's own instead of the kind's. Raises `InvalidInput` (kind, URL, model), `Unavailable`
-    (no engine there, or it stopped answering) and `RefitError` (it does not take a version).
+    an adapter of one's own instead of the kind's. Raises `InvalidInput` (kind, URL, model) and
+    `Unavailable` (no engine there, or it stopped answering).
     """
     options = options or Options()
     say = progress or (lambda _what, _done, _of: None)
@@ -74,11 +81,15 @@ def run(
         base, config = load_folder(folder)
         plain, kv = (MarkerModel(base, config, kind=k) for k in ("plain", "kv"))
         found = Findings()
+        figures: dict[str, Any] = dict.fromkeys((*Tally.__struct_fields__, "swaps"), 0)
         with tempfile.TemporaryDirectory(prefix="weightline-conform-") as root:
             swaps = Swaps(client, engine, Path(root))
             try:
-                figures = _checks(client, swaps, plain, kv, options, found, say)
+                _checks(client, swaps, plain, kv, options, found, figures, say)
                 swaps.swap(None, 0, base, OWN)
+            except RefitError as error:
+                # What was found so far is worth more than a traceback; nothing after it would mean anything.
+                found.add("refits", _REFITS, False, error.message)
             finally:
                 swaps.close()
     finally:
@@ -103,43 +114,36 @@ def _checks(
     kv: MarkerModel,
     options: Options,
     found: Findings,
+    figures: dict[str, Any],
     say: Progress,
-) -> dict[str, object]:
+) -> None:
     if options.accept:
-        stage = Stage(client, swaps, plain, kv, longest=options.longest)
+        stage = Stage(client, swaps, plain, kv, longest=options.longest, prefix=options.prefix)
         stage.found = found
         say("acceptance", 0, 1)
         acceptance.run(stage)
         say("acceptance", 1, 1)
-    figures: dict[str, object] = {}
     measure = _resident(options.pid)
-    resident: list[int] = []
-    total = {
-        "tokens": 0,
-        "wrong": 0,
-        "requests": 0,
-        "outputs": 0,
-        "mixed": 0,
-        "aborted": 0,
-        "left": 0,
-        "kv_judged": 0,
-    }
+    runs = []
     for model in (plain, kv):
         load = Load(
-            tokens=options.tokens // 2, swaps=options.swaps // 2, workers=options.workers, seed=options.seed
+            tokens=options.tokens // 2,
+            swaps=options.swaps // 2,
+            workers=options.workers,
+            prefix=options.prefix,
+            seed=options.seed,
         )
-        stress = Stress(client, swaps, model, load, say)
-        stress.run(measure)
-        stress.report(found, f"marker.{model.kind}")
-        resident += stress.resident
-        for name in total:
-            total[name] += getattr(stress.judge.tally, name)
-    figures.update(total, swaps=options.swaps // 2 * 2, refusals=len(swaps.refusals))
-    found.add("refits", "the follower's refits were all taken", not swaps.refusals, str(swaps.refusals[:1]))
+        runs.append(Stress(client, swaps, model, load, say))
+        runs[-1].run(measure)
+        runs[-1].report(found, f"marker.{model.kind}")
+        for name in Tally.__struct_fields__:
+            figures[name] = sum(getattr(run.judge.tally, name) for run in runs)
+        figures["swaps"] = len(runs) * load.swaps
+    found.add("refits", _REFITS, not swaps.refusals, str(swaps.refusals[:1]))
     if options.pid is not None:
+        resident = [size for run in runs for size in run.resident]
         _flat(found, resident)
         figures["resident_mib"] = [size >> 20 for size in resident[:: max(1, len(resident) // 16)]]
-    return figures
 
 
 def _flat(found: Findings, sizes: list[int]) -> None:

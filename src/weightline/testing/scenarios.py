@@ -198,7 +198,7 @@ def label_alone(stage: Stage) -> None:
 def keys_and_values(stage: Stage) -> None:
     """Whose keys and values a token attends to: value rows carry the version, so the tokens say it."""
     found, client = stage.found, stage.client
-    shared = stage.ask(6, prompt=96).prompt
+    shared = stage.ask(6, prompt=stage.prefix).prompt
     before = stage.marker(stage.kv)
     for turn in ("first", "cached"):
         reply = client.generate(stage.ask(6, Form(False, "tokens"), id=f"conform-kv-{turn}"))

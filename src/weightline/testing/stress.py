@@ -37,7 +37,9 @@ class Load(Struct, frozen=True, kw_only=True):
     longest: int = 48
     """Tokens of one output at most."""
     prompt: int = 40
-    """Tokens of a prompt at most."""
+    """Tokens of a prompt that no other request has, at most."""
+    prefix: int = 272
+    """Tokens of a prompt's beginning that several requests share."""
     seed: int = 0
 
 
@@ -73,8 +75,10 @@ class Stress:
         vocabulary, load = self.model.vocabulary, self.load
         shared = rng.random() < 0.5
         if shared:
+            # Long prefixes are what an engine's cache keeps; short ones cost little.
             base = random.Random(f"{load.seed}:{rng.randrange(3)}")
-            prompt = [base.randrange(3, vocabulary) for _ in range(load.prompt - 4)]
+            size = load.prefix if rng.random() < 0.25 else load.prompt
+            prompt = [base.randrange(3, vocabulary) for _ in range(size)]
             prompt += [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, 4))]
         else:
             prompt = [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, load.prompt))]

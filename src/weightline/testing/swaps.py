@@ -19,7 +19,7 @@ from weightline.testing.marker import MarkerModel, Weights
 
 OWN = Pause("follower", "kept")
 """The follower pauses by itself, as its adapter does it; whether KV is kept is the adapter's choice."""
-PATIENCE = 120.0
+PATIENCE = 60.0
 """Seconds that a swap may take."""
 
 
