@@ -108,11 +108,13 @@ class Problem(Struct, frozen=True):
 
 
 class VerifyReport(Struct, frozen=True):
-    """What `verify` found; `ok` only when there is nothing to tell."""
+    """What `verify` found; `ok` only when there is no problem."""
 
     ok: bool
     versions: int
     problems: tuple[Problem, ...] = ()
+    notes: tuple[Problem, ...] = ()
+    """What lies there and harms nothing: drafts and stagings of dead processes, which are swept."""
 
 
 class SpanDict(TypedDict):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weightline.core import commit as machines
-from weightline.core.commit import CommitRequest, Machine
+from weightline.core.commit import Machine
 from weightline.core.ledger import (
     AbandonEntry,
     Entry,
@@ -22,6 +22,7 @@ from weightline.core.ledger import (
     encode,
 )
 from weightline.core.plan import plan
+from weightline.core.request import CommitRequest
 from weightline.core.retention import decide
 from weightline.core.staleness import between
 from weightline.errors import WeightlineError

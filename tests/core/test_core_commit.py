@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ledger_world import World, request
 
 from weightline.core import commit as machines
-from weightline.core.commit import check_label
 from weightline.core.ledger import AbandonEntry, FenceEntry, LedgerState, VersionEntry, decode, encode
+from weightline.core.request import check_label
 from weightline.errors import FormatError, InvalidInput, VersionNotFound
 
 BEFORE = ["open t", "commit t", "commit t", "commit t"]

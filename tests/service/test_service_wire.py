@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightline import errors
-from weightline.core.commit import CommitRequest
+from weightline.core.request import CommitRequest
 from weightline.errors import FormatError, InvalidInput, RefitError, WeightlineError
 from weightline.service import wire
 from weightline.service.feed import Feed

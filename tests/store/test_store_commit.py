@@ -299,7 +299,7 @@ def test_a_repeated_commit_id_is_the_same_version(store: Store, weights: Any, ch
     assert fresh.commit(weights, commit_id="step-1").version == 1
     assert fresh.epoch is None
     assert store.refresh() == 2
-    with pytest.raises(ConflictError, match="commit_id 'step-1' names version 1"):
+    with pytest.raises(ConflictError, match="commit_id 'step-1' names another commit already: version 1"):
         writer.commit(changed(weights), commit_id="step-1")
 
 

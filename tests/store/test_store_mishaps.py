@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightline.errors import IntegrityError, InvalidInput, StorageFull, WriterFenced
+from weightline.errors import (
+    ConflictError,
+    IntegrityError,
+    InvalidInput,
+    StorageFull,
+    Unavailable,
+    WriterFenced,
+)
+from weightline.service import CheckpointEngine, connect
 from weightline.store import Store, staging
+from weightline.store.disk import draft_name
 
 Weights = dict[str, Any]
 
@@ -126,3 +137,149 @@ def test_a_fenced_commit_leaves_no_folder_whoever_publishes_it(store, weights, c
     with pytest.raises(WriterFenced):
         old.commit(changed(weights, seed=5))
     assert folders(store) == named(Store.open(store.root))
+
+
+def damage(path: Path) -> None:
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "hurt", ["delta.safetensors", "manifest.json", "attachments/optimizer.pt", "missing attachment"]
+)
+def test_recovery_passes_over_a_version_whose_files_are_damaged_and_says_so(
+    store, weights, changed, hurt, caplog
+):
+    writer, large = store.writer(), {**weights, "big": np.zeros((400, 64), np.float16)}
+    writer.commit(large, attachments={"optimizer.pt": b"one"}, step=1)
+    record = writer.commit(changed(large), attachments={"optimizer.pt": b"two"}, step=2)
+    if hurt == "missing attachment":
+        (store.root / record.folder / "attachments" / "optimizer.pt").unlink()
+    else:
+        damage(store.root / record.folder / hurt)
+    again = Store.open(store.root)
+    found = again.recover()
+    assert (found.version, found.step, found.passed_over) == (1, 1, (2,))
+    assert found.attachments["optimizer.pt"].read_bytes() == b"one"
+    assert "version 2 cannot be recovered" in caplog.text
+    committed = again.writer().commit(large)
+    assert (committed.version, committed.parent) == (3, 1)
+    assert again.record(2).abandoned
+
+
+def test_recovery_without_any_whole_version_tells_the_damage_of_the_newest(store, weights):
+    writer = store.writer()
+    for k in (b"one", b"two"):
+        record = writer.commit(weights, attachments={"optimizer.pt": k})
+        damage(store.root / record.folder / "attachments" / "optimizer.pt")
+    with pytest.raises(IntegrityError, match=f"{record.folder}/attachments/optimizer.pt"):
+        Store.open(store.root).recover()
+
+
+def test_recovery_does_not_go_back_because_a_disk_does_not_answer(store, weights, changed, monkeypatch):
+    writer = store.writer()
+    writer.commit(weights, attachments={"optimizer.pt": b"one"})
+    record = writer.commit(changed(weights), attachments={"optimizer.pt": b"two"})
+    opened = Path.open
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if record.folder in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(path, *args, **kwargs)
+
+    again = Store.open(store.root)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", failing)
+        with pytest.raises(Unavailable):
+            again.recover()
+    assert again.recover().version == 2
+
+
+@pytest.mark.parametrize("address", [None, 3, "a\0b", Path("a\0b")], ids=repr)
+def test_an_address_that_is_no_path_is_refused(address):
+    for door in (connect, CheckpointEngine):
+        with pytest.raises(InvalidInput, match="no path or URL"):
+            door(address)
+
+
+def _in_a_process_that_is_killed(work: Callable[[], Any]) -> None:
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - the child
+        work()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_drafts_of_a_killed_writer_are_notes_and_go_with_the_next_writer(store, weights):
+    store.writer().commit(weights)
+    folders = [store.root, *(store.root / name for name in ("log", "versions", "leases", "ranks/ab"))]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        for folder in folders:
+            (folder / draft_name()).write_bytes(b"torn")
+        (store.root / "versions" / draft_name()).mkdir()
+        (store.root / "log" / draft_name(".probe-")).write_bytes(b"1")
+
+    _in_a_process_that_is_killed(write)
+    report = store.verify()
+    assert (report.ok, report.problems, len(report.notes)) == (True, (), 7)
+    live, foreign = store.root / "log" / draft_name(), store.root / "log" / ".draft-of-somebody"
+    for path in (live, foreign):
+        path.write_bytes(b"being written")
+    Store.open(store.root).writer()
+    assert {p for f in folders for p in f.glob(".*")} == {live, foreign}
+    foreign_only = store.verify()
+    assert (foreign_only.ok, foreign_only.notes) == (False, ())
+    assert [problem.path for problem in foreign_only.problems] == [str(foreign)]
+
+
+def test_a_staging_that_a_living_process_sweeps_or_publishes_is_no_problem(store, weights, changed):
+    staged = store.writer().stage(weights)
+    assert staged.folder is not None
+    source = staging._claimable(staged.folder)
+    assert source is not None
+    assert staging._claim(staged.folder, source) is not None
+    report = store.verify()
+    assert (report.problems, report.notes) == ((), ())
+
+
+def test_a_commit_id_that_is_given_to_another_commit_is_refused(store, weights, changed):
+    writer = store.writer()
+    first = writer.commit(weights, commit_id="c", step=1, label="one", attachments={"t": b"1"})
+    again = [{}, {"step": 1}, {"label": "one"}, {"attachments": {"t": b"1"}}]
+    for options in again:
+        for door in (writer, Store.open(store.root).writer()):
+            assert door.commit(weights, commit_id="c", **options) == first
+    other = [{"step": 2}, {"label": "two"}, {"attachments": {"u": b"1"}}, {"step": 0}]
+    for options in other:
+        for door in (writer, Store.open(store.root).writer()):
+            with pytest.raises(ConflictError, match="commit_id 'c' names another commit already: version 1"):
+                door.commit(weights, commit_id="c", **options)
+    with pytest.raises(ConflictError, match="other weights"):
+        writer.commit(changed(weights), commit_id="c")
+    assert (store.latest(), folders(store)) == (1, named(store))
+
+
+def test_a_commit_id_of_a_version_that_is_gone_still_names_it(store, weights, changed):
+    writer = store.writer()
+    writer.commit(weights, commit_id="c")
+    writer.commit(changed(weights), anchor=True)
+    store.retire([1], "room")
+    store.collect(grace=0, hold_after_rebuild=0)
+    assert writer.commit(weights, commit_id="c").version == 1
+    with pytest.raises(ConflictError, match="other weights"):
+        writer.commit(changed(weights, seed=9), commit_id="c")
+
+
+def test_two_requests_of_one_commit_id_that_differ_are_told_apart_at_the_log(store, weights):
+    first = store.writer().stage(weights, commit_id="c", step=1)
+    second = Store.open(store.root).writer().stage(weights, commit_id="c", step=2)
+    server = Store.open(store.root)
+    assert server.publish_staged(first.request).record.version == 1
+    with pytest.raises(ConflictError, match="has step 1, not 2"):
+        server.publish_staged(second.request)
+    assert folders(server) == named(server)

@@ -177,6 +177,8 @@ def verify(
         for problem in report.problems:
             where = "" if problem.version is None else f"version {problem.version}: "
             say(f"{problem.kind}: {where}{problem.path}\n  hint: {problem.hint}")
+        for note in report.notes:
+            say(f"note: {note.path}\n  {note.hint}")
         say(f"{report.versions} versions, {len(report.problems)} problems" + (": whole" if report.ok else ""))
     if not report.ok:
         raise SystemExit(STATUS["integrity"].exit_code)

@@ -9,9 +9,8 @@ commit, restart after a crash) goes through the same few lines.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
@@ -26,14 +25,11 @@ from weightline.core.ledger import (
     YankEntry,
 )
 from weightline.core.plan import chain
+from weightline.core.request import CommitRequest, check_repeated, other_commit
 from weightline.errors import ConflictError, InvalidInput, Unavailable, WeightlineError, WriterFenced
-from weightline.types import VersionKind
 
 MAX_LOST_ANSWERS = 5
 """Answers to one put that may be lost, with nothing found at its seq, before the machine gives up."""
-
-RESERVED_LABEL = re.compile(r"default|\d+@[0-9a-f]{8}")
-MAX_LABEL = 128
 
 
 # Effects ----------------------------------------------------------------------------------------------------
@@ -180,53 +176,6 @@ class Machine:
 # Commit -----------------------------------------------------------------------------------------------------
 
 
-class CommitRequest(Struct, frozen=True, kw_only=True):
-    """A staged version that wants to become visible. Crosses the wire to a server as it is."""
-
-    commit_id: str
-    """The caller's idempotency key."""
-    write_id: str
-    """Unique to this attempt."""
-    writer: str
-    """Who commits, for people."""
-    epoch: int | None
-    """The writer's epoch; None at its first commit, which takes a new one."""
-    at: float
-    base: int | None
-    """Version whose bytes the delta is against: must be the head. None: an anchor that stands on its own."""
-    parent: int | None = None
-    """Version that training went on from; None: the head."""
-    step: int | None = None
-    label: str | None = None
-    """None: "<version>@<first 8 hex of the manifest digest>"."""
-    stored: VersionKind
-    digest: str
-    folder: str
-    nbytes: int
-    delta_nbytes: int
-    raw_nbytes: int
-    changed: int
-    elements: int
-    weights_digest: str
-    attachments: tuple[str, ...] = ()
-    attachment_nbytes: int = 0
-    metadata: dict[str, Any] = {}
-
-
-def check_label(label: str) -> None:
-    """Raises `InvalidInput` unless `label` may be given by a user."""
-    if not label or len(label) > MAX_LABEL or not label.isprintable():
-        raise InvalidInput(
-            f"label {label[: MAX_LABEL + 1]!r} is empty, not printable or longer than {MAX_LABEL} characters",
-            hint="give a short printable string, or none",
-        )
-    if RESERVED_LABEL.fullmatch(label):
-        raise InvalidInput(
-            f"label {label!r} has a reserved form",
-            hint='"default" and "<version>@<8 hex digits>" are given by Weightline; choose another',
-        )
-
-
 class _Commit:
     """`decide` for one commit."""
 
@@ -254,13 +203,13 @@ class _Commit:
         return self._version(state)
 
     def _repeated(self, state: LedgerState, done: VersionEntry) -> Decision:
-        if done.weights_digest != self.request.weights_digest:
-            return Failed(
-                ConflictError(
-                    f"commit_id {done.commit_id!r} names other weights already, version {done.version}",
-                    hint="a commit_id names one commit: give each its own, or none",
-                )
-            )
+        request = self.request
+        if done.weights_digest != request.weights_digest:
+            return Failed(other_commit(done, "other weights"))
+        try:
+            check_repeated(done, request.step, request.label, request.attachments)
+        except ConflictError as error:
+            return Failed(error)
         return Done(state.seq_of(done.version), done, done.epoch, repeated=True)
 
     def _refusal(self, state: LedgerState) -> WeightlineError | None:

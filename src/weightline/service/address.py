@@ -49,6 +49,8 @@ class Address(Struct, frozen=True):
 
 def parse(url: str | Path) -> Address:
     """The address behind `url`. Raises `InvalidInput` for a form that is not known or not there yet."""
+    if not isinstance(url, str | Path) or "\0" in str(url):
+        raise InvalidInput(f"the store's address {url!r} is no path or URL", hint=f"give {FORMS}")
     text = str(url)
     if text == "":
         raise InvalidInput("the store's address is empty", hint=f"give {FORMS}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from weightline.core.commit import CommitRequest
+from weightline.core.request import CommitRequest
 from weightline.errors import FormatError, InvalidInput, StorageFull, StoreNotFound, Unavailable
 from weightline.service import wire
 from weightline.service.address import Address, check_socket_path, parse

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from weightline.core.commit import CommitRequest
+from weightline.core.request import CommitRequest
 from weightline.errors import FormatError, WeightlineError, from_dict
 from weightline.store import Published
 from weightline.types import Ack, VersionRecord

@@ -6,13 +6,14 @@ staged.
 
 from __future__ import annotations
 
-from weightline.core.commit import CommitRequest
+from weightline.core.request import CommitRequest
 from weightline.store.catalog import Subscriber, TraceEvent
 from weightline.store.collect import CollectReport
 from weightline.store.leases import Lease
 from weightline.store.manifest import Blob, Manifest, TensorEntry
 from weightline.store.ranks import Rank, Receipt, Shard, commit_ranks
-from weightline.store.store import Recovered, Store
+from weightline.store.recovered import Recovered
+from weightline.store.store import Store
 from weightline.store.writer import Published, Staged, Writer
 
 __all__ = [

@@ -16,11 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weightline.errors import StorageFull, Unavailable
+from weightline.store import owner as owners
 
 OnStep = Callable[[str], None]
 Chunk = bytes | bytearray | memoryview
 
 NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+DRAFT, PROBE = ".draft-", ".probe-"
+HIDDEN = (DRAFT, PROBE)
+"""What names begin with under which something is being written, or tried, that nothing names."""
 _COPY = 8 << 20
 """Bytes read at a time."""
 
@@ -152,7 +156,12 @@ class Disk:
             shutil.rmtree(path)
 
     def _draft(self, path: Path) -> Path:
-        return path.with_name(f".draft-{uuid.uuid4().hex}")
+        return path.with_name(draft_name())
+
+
+def draft_name(prefix: str = DRAFT) -> str:
+    """A fresh hidden name that tells which process writes there."""
+    return f"{prefix}{owners.tag()}-{uuid.uuid4().hex}"
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -166,8 +175,3 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file, by reading it (a mapped file that is cut short would kill the process)."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def drafts(folder: Path) -> list[Path]:
-    """What a crash left of `put_if_absent` and `replace` in `folder`."""
-    return sorted(folder.glob(".draft-*"))

@@ -15,6 +15,7 @@ from weightline.errors import VersionGone
 from weightline.store import staging
 from weightline.store.collect import CollectReport, collect, explain
 from weightline.store.leases import Lease, Leases
+from weightline.store.leftovers import sweep_drafts
 from weightline.store.ranks import sweep_receipts
 from weightline.store.writer import new_id
 
@@ -133,7 +134,8 @@ class Keeping(ABC):
         return explain(self._store, max_versions, budget)
 
     def sweep(self) -> list[str]:
-        """Remove the stagings of dead processes of this host; gives their folders."""
+        """Remove the drafts and stagings of dead processes of this host; gives the folders of stagings."""
+        sweep_drafts(self._store)
         gone = staging.sweep(self._store)
         sweep_receipts(self._store)
         return gone

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from weightline.errors import IntegrityError, Unavailable
@@ -78,7 +79,7 @@ def with_mirror(report: VerifyReport, place: Place) -> VerifyReport:
                 "split": f"it differs from {step.source.url}: both were written to alone; move one away",
             }[step.kind]
             problems.append(Problem("mirror", None, str(step.target.path(step.key)), what))
-    return VerifyReport(ok=not problems, versions=report.versions, problems=tuple(problems))
+    return msgspec.structs.replace(report, ok=not problems, problems=tuple(problems))
 
 
 _HEAL = "`weightline verify --repair` heals it"

@@ -14,7 +14,7 @@ from msgspec import Struct
 from weightline import codec
 from weightline.codec import Delta, TensorChange, bits_of, from_bits, spec_of, specs_of
 from weightline.codec.dtypes import Bits
-from weightline.core.commit import check_label
+from weightline.core.request import check_label
 from weightline.errors import ConflictError, FormatError, InvalidInput
 from weightline.store import checkpoint
 from weightline.store import safetensors_file as files

@@ -7,12 +7,19 @@ dead one.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import re
 import socket
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
+
+Standing = Literal["alive", "dead", "elsewhere", "unsaid"]
+"""Of the process that wrote something. `elsewhere`: on another host, so nobody here can tell."""
+_TAG = re.compile(r"(?P<host>[0-9a-f]{16})-(?P<boot>[0-9a-f]{16})-(?P<pid>\d+)-(?P<started>[\d.]+)-")
 
 
 class Owner(Struct, frozen=True):
@@ -31,16 +38,37 @@ class Owner(Struct, frozen=True):
 
 def this_process() -> Owner:
     """The owner that this process is (a forked child is another one)."""
-    return Owner(_host(), _boot(), os.getpid(), _started(os.getpid()) or "")
+    return Owner(_host(), _boot(), os.getpid(), _own_start(os.getpid()))
 
 
 def is_dead(owner: Owner) -> bool:
     """Is the process certainly gone? False when nobody here can tell (another host)."""
+    return standing(owner) == "dead"
+
+
+def standing(owner: Owner | None) -> Standing:
+    """Does the process live? None: nothing says whose it is."""
+    if owner is None:
+        return "unsaid"
     if owner.host != _host():
-        return False
-    if owner.boot != _boot():
-        return True
-    return _started(owner.pid) != owner.started
+        return "elsewhere"
+    return _standing_here(owner.boot == _boot(), owner.pid, owner.started)
+
+
+def tag() -> str:
+    """This process in letters of a file name, for a draft that says by its name alone whose it is."""
+    owner = this_process()
+    return f"{_short(owner.host)}-{_short(owner.boot)}-{owner.pid}-{owner.started}"
+
+
+def standing_of_name(name: str) -> Standing:
+    """The same for a file name that holds the `tag` of a process."""
+    found = _TAG.search(name)
+    if found is None:
+        return "unsaid"
+    if found["host"] != _short(_host()):
+        return "elsewhere"
+    return _standing_here(found["boot"] == _short(_boot()), int(found["pid"]), found["started"])
 
 
 def encode(owner: Owner) -> bytes:
@@ -53,6 +81,20 @@ def decode(data: bytes) -> Owner | None:
         return msgspec.json.decode(data, type=Owner)
     except msgspec.DecodeError:
         return None
+
+
+def _standing_here(same_boot: bool, pid: int, started: str) -> Standing:
+    return "alive" if same_boot and _started(pid) == started else "dead"
+
+
+@functools.cache
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=1)
+def _own_start(pid: int) -> str:
+    return _started(pid) or ""
 
 
 @functools.cache

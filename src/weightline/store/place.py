@@ -6,7 +6,6 @@ that two writers may race on: one of them creates the object, whole and durable,
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
@@ -14,6 +13,7 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from weightline.errors import InvalidInput, Unavailable
+from weightline.store.disk import PROBE, draft_name
 
 Outcome = Literal["created", "exists", "lost"]
 """`created`: by this call, durable. `exists`: something is there, not by this call (or by a try of it whose
@@ -118,7 +118,7 @@ def missing(url: str, key: str) -> Missing:
 
 def probe(place: Place) -> None:
     """`Place.probe` in terms of the other verbs: two creates of one name, and what is there then."""
-    key = f"log/.probe-{uuid.uuid4().hex}"
+    key = f"log/{draft_name(PROBE)}"
     try:
         first, second = _create(place, key, b"1"), _create(place, key, b"2")
         kept = place.read(key)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from weightline.core.ledger import LedgerState, VersionEntry
 from weightline.types import Ack, VersionRecord
 
 
 def recoverable(state: LedgerState) -> int | None:
-    """The version that `Store.recover` gives."""
+    """The version that `Store.recover` gives while its bytes are whole."""
+    return next(recoverables(state), None)
+
+
+def recoverables(state: LedgerState) -> Iterator[int]:
+    """The versions with attachments on the line of the newest, newest first."""
     if not len(state):
-        return None
+        return
     for version in state.ancestors(len(state)):
         entry = state.version(version)
         gone = version in state.retired or version in state.detached
         if entry.attachments and not gone and version not in state.yanked:
-            return version
-    return None
+            yield version
 
 
 def record_of(state: LedgerState, entry: VersionEntry, acks: tuple[Ack, ...]) -> VersionRecord:

@@ -14,8 +14,8 @@ import numpy as np
 from weightline import codec
 from weightline.codec import Delta
 from weightline.codec.dtypes import Bits
-from weightline.core.commit import CommitRequest
 from weightline.core.plan import anchor_due
+from weightline.core.request import CommitRequest
 from weightline.errors import IntegrityError, InvalidInput, Unavailable, VersionGone
 from weightline.store import checkpoint, manifest, staging
 from weightline.store import owner as owners

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weightline.core.ledger import LedgerState
 from weightline.errors import InvalidInput, Unavailable, WeightlineError
 from weightline.store import owner as owners
-from weightline.store.disk import NO_ROOM, Disk, typed
+from weightline.store.disk import NO_ROOM, Disk, draft_name, typed
 from weightline.store.manifest import ATTACHMENTS, VERSIONS
 
 if TYPE_CHECKING:
@@ -32,17 +32,18 @@ _CLAIMER = ".claimer-"
 
 
 def create(root: Path, disk: Disk) -> Path:
-    """A new, empty, durable staging of this process. Raises `StorageFull`, `Unavailable`."""
+    """A new, empty staging of this process; `seal` makes it durable. Raises `StorageFull`, `Unavailable`."""
     folder = root / VERSIONS / uuid.uuid4().hex
     with typed(str(folder)):
         try:
-            # The owner is written before the folder gets its name, so that no sweeper sees one without.
-            draft = folder.with_name(f".draft-{folder.name}")
+            # The owner is durable before the folder gets its name: no sweeper, and nobody after a power loss,
+            # sees a folder that does not say whose it is.
+            draft = folder.with_name(draft_name())
             draft.mkdir()
             disk.write_new(draft / OWNER, [owners.encode(owners.this_process())])
+            disk.fsync_folder(draft)
             disk.on_step(f"rename {folder.name}")
             draft.rename(folder)
-            disk.fsync_folder(folder.parent)
         except BaseException:
             disk.remove_tree(draft)
             disk.remove_tree(folder)
@@ -55,6 +56,7 @@ def seal(folder: Path, disk: Disk) -> None:
     if (folder / ATTACHMENTS).is_dir():
         disk.fsync_folder(folder / ATTACHMENTS)
     disk.fsync_folder(folder)
+    disk.fsync_folder(folder.parent)
 
 
 def locate(root: Path, relative: str) -> Path:
@@ -132,9 +134,12 @@ def _sweep_place(store: Store, named: set[str]) -> list[str]:
     return gone
 
 
-def owner_of(folder: Path) -> owners.Owner | None:
-    """Who owns a staging; None when the folder does not say."""
-    return _owner(folder / OWNER)
+def standing(folder: Path) -> owners.Standing:
+    """Does the process live that decides about a staging: its owner, or whoever claimed it?"""
+    if (source := _claimable(folder)) is not None:
+        return owners.standing(_owner(source))
+    # Claimed by a process that is not dead: it is being swept or published now.
+    return "alive" if any(folder.glob(f"{_CLAIM}*")) else "unsaid"
 
 
 def is_dead(owner: owners.Owner | None) -> bool:

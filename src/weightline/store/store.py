@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
 
 from weightline.codec import Delta
 from weightline.core import commit as machines
-from weightline.core.commit import CommitRequest
 from weightline.core.ledger import LedgerState, VersionEntry
+from weightline.core.request import CommitRequest
 from weightline.errors import (
     ConflictError,
     FormatError,
@@ -27,7 +26,6 @@ from weightline.errors import (
     InvalidInput,
     StorageFull,
     VersionGone,
-    VersionNotFound,
     WeightlineError,
 )
 from weightline.store import staging
@@ -37,6 +35,7 @@ from weightline.store.checkpoint import SHARD_NBYTES
 from weightline.store.disk import Disk, OnStep, no_step, typed
 from weightline.store.keeping import Keeping
 from weightline.store.leases import Leases
+from weightline.store.leftovers import sweep_for_writer
 from weightline.store.log import Log
 from weightline.store.manifest import MANIFEST, VERSIONS, Manifest, digest_of
 from weightline.store.mirror_repair import with_mirror
@@ -44,7 +43,8 @@ from weightline.store.opening import is_store_url, place_of
 from weightline.store.place import Place
 from weightline.store.place_local import LocalPlace
 from weightline.store.reading import Reading
-from weightline.store.records import record_of, recoverable
+from weightline.store.records import record_of
+from weightline.store.recovered import Recovered, recover
 from weightline.store.repair import repair as mend
 from weightline.store.run import Run, adopt_copy, is_copy, make_run, read_run, refuse_copy
 from weightline.store.verify import verify
@@ -52,28 +52,6 @@ from weightline.store.writer import Publish, Published, Writer, new_id
 from weightline.types import Ack, VerifyReport, VersionRecord
 
 logger = logging.getLogger(__name__)
-
-_NO_WEIGHTS_YET = "commit with attachments={...} on the steps that training should be able to go on from"
-
-
-class Recovered(Struct, frozen=True, eq=False):
-    """Where training can go on from."""
-
-    record: VersionRecord
-    attachments: dict[str, Path]
-    _reading: Reading
-
-    @property
-    def version(self) -> int:
-        return self.record.version
-
-    @property
-    def step(self) -> int | None:
-        return self.record.step
-
-    def weights(self, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
-        """The weights of that version, bit-exact and verified."""
-        return self._reading.load(self.version, like=like)
 
 
 class Store(Keeping):
@@ -264,14 +242,13 @@ class Store(Keeping):
         """The newest version on the line of the newest that has attachments, is not yanked and is still
         there.
 
-        The next commit of a writer of this handle goes on from it: its parent is that version. Raises
-        `VersionNotFound` when there is none.
+        One whose files are damaged is passed over, with a warning and in `passed_over`. The next commit of a
+        writer of this handle goes on from it: its parent is that version. Raises `VersionNotFound` when there
+        is none, `IntegrityError` when none of them is whole.
         """
-        version = recoverable(self.read_log())
-        if version is None:
-            raise VersionNotFound(f"no version of run {self.run} has attachments", hint=_NO_WEIGHTS_YET)
-        self.resumed = version
-        return Recovered(self.record(version), self.attachments(version), self.reading)
+        found = recover(self)
+        self.resumed = found.version
+        return found
 
     def checkout(self, version: int, out: str | Path) -> None:
         """Write a version as a plain Hugging Face folder, bit-exact; `InvalidInput` if `out` exists."""
@@ -306,6 +283,7 @@ class Store(Keeping):
         self.log.check_gap(self.state, thorough=True)
         refuse_copy(self.place, self.run)
         self.place.probe()
+        sweep_for_writer(self)
         return Writer(
             self,
             publish=publish or self.publish_staged,

@@ -9,9 +9,8 @@ from weightline.codec import bits_of, digest_of
 from weightline.core.ledger import VersionEntry
 from weightline.errors import FormatError, IntegrityError, Unavailable, WeightlineError
 from weightline.store import manifest as manifests
-from weightline.store import staging
-from weightline.store.disk import drafts
-from weightline.store.log import HEAD, LOG
+from weightline.store.leftovers import leftovers
+from weightline.store.log import HEAD
 from weightline.store.manifest import Blob, Manifest
 from weightline.store.place import Missing
 from weightline.store.reading import check_blob
@@ -36,8 +35,10 @@ def verify(store: Store, *, deep: bool) -> VerifyReport:
         if found:
             broken.add(entry.version)
         problems += found
-    problems += _leftovers(store)
-    return VerifyReport(ok=not problems, versions=len(store.state), problems=tuple(problems))
+    found_left = list(leftovers(store))
+    problems += [problem for problem, harmless in found_left if not harmless]
+    notes = tuple(problem for problem, harmless in found_left if harmless)
+    return VerifyReport(ok=not problems, versions=len(store.state), problems=tuple(problems), notes=notes)
 
 
 def _log(store: Store) -> Iterator[Problem]:
@@ -169,24 +170,3 @@ def _content(store: Store, entry: VersionEntry, deep: bool) -> Iterator[Problem]
         return
     for name in wrong:
         yield Problem("tensor", entry.version, folder, f"tensor {name!r} differs from its digest")
-
-
-def _leftovers(store: Store) -> Iterator[Problem]:
-    """What is there and nothing names: the folders of dead writers, drafts, retired versions that were not
-    deleted.
-    """
-    named = {entry.folder for entry in store.state.versions()}
-    for folder in sorted((store.root / manifests.VERSIONS).iterdir()):
-        if f"{manifests.VERSIONS}/{folder.name}" in named:
-            continue
-        owner = staging.owner_of(folder)
-        if owner is None:
-            yield Problem(
-                "dangling", None, str(folder), "no entry names it and it has no owner; remove it by hand"
-            )
-        elif staging.is_dead(owner):
-            yield Problem("dangling", None, str(folder), f"left by {owner}; `weightline gc` removes it")
-    for draft in drafts(store.root / LOG):
-        yield Problem(
-            "draft", None, str(draft), "left by a crash, or being written now; remove it if it stays"
-        )

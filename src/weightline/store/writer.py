@@ -18,8 +18,10 @@ from msgspec import Struct
 from weightline import codec
 from weightline.codec import Delta, bits_of, from_bits
 from weightline.codec.dtypes import Bits
-from weightline.core.commit import CommitRequest
+from weightline.core.ledger import VersionEntry
+from weightline.core.request import CommitRequest, check_repeated, other_commit
 from weightline.errors import ConflictError, IntegrityError, StorageFull, Unavailable, WeightlineError
+from weightline.store import manifest as manifests
 from weightline.store import offer as offers
 from weightline.store import staging
 from weightline.store.manifest import TensorEntry
@@ -230,22 +232,8 @@ class Writer:
         entry = self._store.state.by_commit(options.commit_id or "")
         if entry is None:
             return None
-        if entry.version not in self._store.state.retired:
-            table = self._store.reading.table(entry.version)
-            if isinstance(given, Delta) and entry.base is not None:
-                given = given.decoded(self._store.load(entry.base) if given.level != "absolute" else {})
-            offered = (
-                {change.spec.name: change.digest for change in given.changes()}
-                if isinstance(given, Delta)
-                else {name: codec.digest_of(bits_of(array)) for name, array in given.items()}
-            )
-            other = [n for n, digest in offered.items() if n not in table or table[n].digest != digest]
-            if other:
-                raise ConflictError(
-                    f"commit_id {entry.commit_id!r} names version {entry.version}, whose weights differ in "
-                    f"{', '.join(map(repr, other[:5]))}",
-                    hint="a commit_id names one commit: give each its own, or none",
-                )
+        check_repeated(entry, options.step, options.label, options.attachments)
+        self._check_same_weights(entry, given, options)
         record = self._store.record(entry.version)
         request = CommitRequest(
             commit_id=entry.commit_id,
@@ -265,6 +253,29 @@ class Writer:
             weights_digest=entry.weights_digest,
         )
         return Staged(request, None, None, None, {}, existing=record)
+
+    def _check_same_weights(
+        self, entry: VersionEntry, given: Mapping[str, Any] | Delta, options: Options
+    ) -> None:
+        """Raises `ConflictError` if a commit that is repeated offers other weights than the first time."""
+        if isinstance(given, Mapping) and not options.partial:
+            specs = codec.specs_of(given)
+            offered = {n: TensorEntry(spec, codec.digest_of(bits_of(given[n]))) for n, spec in specs.items()}
+            if manifests.weights_digest_of(offered) != entry.weights_digest:
+                raise other_commit(entry, "other weights")
+            return
+        if entry.version in self._store.state.retired:
+            return  # a part alone cannot be told any more
+        table = self._store.reading.table(entry.version)
+        if isinstance(given, Delta):
+            if entry.base is not None and given.level != "absolute":
+                given = given.decoded(self._store.load(entry.base))
+            digests = {change.spec.name: change.digest for change in given.changes()}
+        else:
+            digests = {name: codec.digest_of(bits_of(array)) for name, array in given.items()}
+        other = [n for n, digest in digests.items() if n not in table or table[n].digest != digest]
+        if other:
+            raise other_commit(entry, f"other weights in {', '.join(map(repr, other[:5]))}")
 
     def _follow_for(self, given: Mapping[str, Any] | Delta, options: Options) -> None:
         try:
