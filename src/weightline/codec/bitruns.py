@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _stamp() -> str:
     """One value over the sources of all kernels."""
     total = hashlib.sha256()
-    for name in ("intrinsics", "bitruns", "chunkcode", "kernels", "digest"):
+    for name in ("intrinsics", "bitruns", "stepcode", "chunkcode", "chunkread", "kernels", "digest"):
         total.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return total.hexdigest()
 

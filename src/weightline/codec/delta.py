@@ -184,7 +184,7 @@ class Delta:
         """
         if self.level == "absolute":
             return self
-        from weightline.codec.coded import decoded_source
+        from weightline.codec.decoding import decoded_source
 
         return Delta(decoded_source(self.source, base, digests), base=self.base, version=self.version)
 

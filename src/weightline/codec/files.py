@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightline.codec import backend, digest
-from weightline.codec.coded import CodedFile, make_index
+from weightline.codec.coded import CodedFile
+from weightline.codec.codedindex import make_index
 from weightline.codec.coding import CHUNK_LOG2, K_FIELDS, R_HITS, Piece, Rows, Segment, address_of
 from weightline.codec.container import INDEX, fsync_folder, write_streams
 from weightline.codec.delta import Delta

@@ -17,8 +17,10 @@ import numpy.typing as npt
 
 from weightline.codec import digest
 from weightline.codec.bitruns import U64, jit
-from weightline.codec.chunkcode import E_DENSE, E_RAW, contexts_of, decode_chunk, encode_chunk, finish_chunk
+from weightline.codec.chunkcode import encode_chunk
+from weightline.codec.chunkread import decode_chunk, finish_chunk
 from weightline.codec.intrinsics import over
+from weightline.codec.stepcode import E_DENSE, E_RAW, contexts_of
 
 Array = npt.NDArray[Any]
 R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS = range(6)

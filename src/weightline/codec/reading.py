@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weightline.codec.coded import open_coded, write_coded
+from weightline.codec.coded import open_coded
 from weightline.codec.container import Mapped
 from weightline.codec.delta import LEVELS, Delta
 from weightline.codec.layout import open_absolute, write_absolute
+from weightline.codec.recoding import write_coded
 from weightline.errors import FormatError, InvalidInput
 
 

@@ -41,7 +41,7 @@ class Scanned:
     def measure(self, base: int | None, version: int | None) -> int:
         """Bytes of the file at the level it was made for."""
         if self.encoded is not None:
-            from weightline.codec.coded import coded_nbytes
+            from weightline.codec.recoding import coded_nbytes
 
             return coded_nbytes(self, base, version)
         from weightline.codec.layout import absolute_nbytes
