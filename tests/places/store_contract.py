@@ -23,9 +23,9 @@ from weightline.store.place_memory import MemoryPlace
 FOLDER = Path(__file__).parents[1] / "store"
 
 
-def load(name: str) -> ModuleType:
-    """A module of tests/store, for these tests alone."""
-    spec = importlib.util.spec_from_file_location(f"contract_{name}", FOLDER / f"{name}.py")
+def load(name: str, folder: Path = FOLDER) -> ModuleType:
+    """A module of tests/store (or `folder`), for these tests alone."""
+    spec = importlib.util.spec_from_file_location(f"contract_{name}", folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

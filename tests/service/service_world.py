@@ -75,7 +75,7 @@ def until(condition: Callable[[], Any], what: str, bound: float = BOUND) -> Any:
 class ServerProcess:
     """One `serve` in a process of its own."""
 
-    def __init__(self, root: Path, runtime_dir: Path, **options: Any) -> None:
+    def __init__(self, root: Path | str, runtime_dir: Path, **options: Any) -> None:
         self.root = root
         self.runtime_dir = runtime_dir
         self.options = {"store": str(root), "runtime_dir": str(runtime_dir), **options}
@@ -138,7 +138,7 @@ class ServerProcess:
 class Door:
     """One way to a store: any number of handles, all closed at the end."""
 
-    def __init__(self, kind: str, root: Path, url: str) -> None:
+    def __init__(self, kind: str, root: Path | str, url: str) -> None:
         self.kind = kind
         self.root = root
         self.url = url

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,17 +31,10 @@ EngineOption = Annotated[
 def opened(store: str, *, create: bool = False) -> Iterator[Line]:
     """The line behind a STORE argument, closed at the end. Raises `StoreNotFound` unless `create`."""
     from weightline.service import CheckpointEngine, connect
-    from weightline.store import Store
-    from weightline.store.opening import is_store_url
+    from weightline.service.address import parse
 
-    line: Line
-    if create and is_store_url(store):
-        Store.open(store, create=True).close()
-        line = connect(store)
-    elif create and "://" not in store and not store.startswith("unix:"):
-        line = CheckpointEngine(storage_path=Path(store))
-    else:
-        line = connect(store)
+    served = parse(store).scheme in ("unix", "grpc")
+    line: Line = CheckpointEngine(store) if create and not served else connect(store)
     try:
         yield line
     finally:
@@ -52,14 +44,14 @@ def opened(store: str, *, create: bool = False) -> Iterator[Line]:
 @contextmanager
 def opened_store(store: str) -> Iterator[Store]:
     """The store behind a STORE argument, served or not, closed at the end. Raises `StoreNotFound`."""
+    from weightline.service.address import parse, store_of
     from weightline.store import Store
-    from weightline.store.opening import is_store_url
 
-    if is_store_url(store):
-        found = Store.open(store)
+    if parse(store).scheme in ("file", "store"):
+        found = Store.open(store_of(store))
     else:
         with opened(store) as line:
-            found = Store.open(line.root)
+            found = Store.open(line.address)
     try:
         yield found
     finally:

@@ -68,14 +68,17 @@ def parse(url: str | Path) -> Address:
     raise InvalidInput(f"{text}: unknown address scheme {scheme!r}", hint=f"give {FORMS}")
 
 
-def folder_of(store: str | Path) -> Path:
-    """The folder of a store that is given as a path or `file:` URL. Raises `InvalidInput` for any other
-    address.
+def store_of(store: str | Path) -> Path | str:
+    """What `Store.open` takes for a store that is served or embedded: its folder, or the URL of an S3 store
+    or a mirror. Raises `InvalidInput` for the address of a server.
     """
     address = parse(store)
+    if address.scheme == "store":
+        return address.url
     if address.scheme != "file":
         raise InvalidInput(
-            f"{store}: not a folder", hint="give the store's folder; connect() takes other addresses"
+            f"{store}: not a folder, nor the URL of a store",
+            hint="give the store's folder, s3://container/prefix or mirror:/a,/b; connect() takes servers",
         )
     return address.path
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from weightline.errors import InvalidInput, WeightlineError
 from weightline.service.fetching import LEASE_SECONDS
-from weightline.service.presence import OwnerLock
+from weightline.service.presence import OwnerLock, seat_of
 from weightline.store import Lease, Store
 
 log = logging.getLogger("weightline.cleaner")
 
 LOCK_NAME = "cleaner.lock"
+SEAT_SECONDS = 900.0
+"""A cleaner of another host that died in a pass is waited for so long."""
 
 
 class Cleaner:
@@ -28,7 +30,7 @@ class Cleaner:
 
     def __init__(
         self,
-        root: Path,
+        store: str | Path,
         *,
         max_versions: int,
         disk_budget: int | None,
@@ -37,7 +39,7 @@ class Cleaner:
         live: Callable[[], dict[str, int]] = dict,
     ) -> None:
         check_settings(max_versions=max_versions, disk_budget=disk_budget, cleanup_interval=interval)
-        self._root = root
+        self._where = store
         self._max_versions = max_versions
         self._disk_budget = disk_budget
         self._interval = interval
@@ -68,19 +70,21 @@ class Cleaner:
             try:
                 self.clean()
             except (WeightlineError, OSError, sqlite3.Error) as error:
-                log.warning("cleaning %s failed, next try in %g s: %s", self._root, self._interval, error)
+                log.warning("cleaning %s failed, next try in %g s: %s", self._where, self._interval, error)
                 self._drop()
 
     def clean(self) -> bool:
         """One pass. False when another process cleans now."""
-        lock = OwnerLock.take(self._root / LOCK_NAME)
+        # Kept open between passes: the log is read once, the default disk budget is the first.
+        store = self._store = self._store or Store.open(self._where)
+        lock = OwnerLock.take(store.root / LOCK_NAME)
         if lock is None:
             return False
+        seat = seat_of(store, "cleaner", SEAT_SECONDS)
         try:
-            # Kept open between passes: the log is read once, the default disk budget is the first.
-            if self._store is None:
-                self._store = Store.open(self._root)
-            store = self._store
+            if seat is not None and (holder := seat.take()) is not None:
+                log.info("%s cleans %s now", holder.by, self._where)
+                return False
             store.refresh()
             leases: list[Lease] = []
             try:
@@ -94,6 +98,8 @@ class Cleaner:
                 for lease in leases:
                     store.release(lease)
         finally:
+            if seat is not None:
+                seat.release()
             lock.release()
         self.passes += 1
         return True

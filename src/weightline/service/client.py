@@ -81,6 +81,15 @@ def connect(
 
 
 def _store_of(address: Address, welcome: wire.Welcome) -> Store:
+    if welcome.store:
+        store = Store.open(welcome.store)
+        if store.run != welcome.run:
+            store.close()
+            raise InvalidInput(
+                f"{address} serves run {welcome.run}, but {welcome.store} holds run {store.run} from here",
+                hint="give both the same endpoint and credentials",
+            )
+        return store
     remedy = "run on the server's host, or mount the store's folder here under the same path"
     try:
         store = Store.open(Path(welcome.root))

@@ -41,7 +41,7 @@ class DirectLine:
         self._sync_timeout = sync_timeout
         self._owner = f"{socket.gethostname()}-{os.getpid()}"
         self._writer: Writer | None = None
-        self._feed = Feed(store.refresh)
+        self._feed = Feed(store.refresh, store.place.poll_s)
         self._lane = CommitLane(self._commit_now, name="weightline-commit")
 
     @property
@@ -51,8 +51,13 @@ class DirectLine:
 
     @property
     def root(self) -> Path:
-        """The store's folder."""
+        """The store's folder; that of this host for a store that lies elsewhere."""
         return self._store.root
+
+    @property
+    def address(self) -> str:
+        """What `Store.open` takes to open the same store: its folder, or a URL."""
+        return self._store.address
 
     def commit(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from weightline.errors import InvalidInput
 from weightline.service import acks
-from weightline.service.address import folder_of
+from weightline.service.address import store_of
 from weightline.service.cleaner import Cleaner, check_settings
 from weightline.service.direct import DirectLine
 from weightline.service.fetching import LEASE_SECONDS
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 
 class CheckpointEngine(DirectLine):
-    """A `Line` on a folder of this host, which is created when missing; the embedded form of the server.
+    """A `Line` on a store, which is created when missing: a folder of this host, `s3://container/prefix` or
+    `mirror:/a,/b`. The embedded form of the server.
 
     `start()` (or `with`) begins background cleaning: every `cleanup_interval` seconds, with at most
-    `max_versions` anchors and `disk_budget` bytes kept (default: a quarter of what is free at start). The
+    `max_versions` anchors and `disk_budget` bytes kept (default: a quarter of what is free at start, no bound
+    on S3). The
     verbs work before it too. A subscriber that has not acked within `sync_timeout` seconds counts as lagging.
     Raises `InvalidInput` for settings that cannot be, `FormatError` for a store of another format.
     """
@@ -44,10 +46,10 @@ class CheckpointEngine(DirectLine):
             cleanup_interval=cleanup_interval,
             sync_timeout=sync_timeout,
         )
-        root = folder_of(storage_path)
-        super().__init__(Store.open(root, create=True), sync_timeout=sync_timeout)
+        where = store_of(storage_path)
+        super().__init__(Store.open(where, create=True), sync_timeout=sync_timeout)
         self._cleaner = Cleaner(
-            root,
+            where,
             max_versions=max_versions,
             disk_budget=disk_budget,
             interval=cleanup_interval,

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from weightline.errors import InvalidInput
 
-POLL_SECONDS = 0.02
-"""How often the log is probed where nobody rings: one `stat` each time."""
 SLOW_POLL_SECONDS = 0.5
 """While a server rings: only against a ring that was lost."""
 
@@ -18,11 +16,12 @@ class Feed:
     """Waits on a ring from this process or from a watch stream, and probes the log besides.
 
     `probe` returns the newest version in the log, or None; it is called without a lock held and may be called
-    by several threads.
+    by several threads; where nobody rings, every `poll_s` seconds.
     """
 
-    def __init__(self, probe: Callable[[], int | None]) -> None:
+    def __init__(self, probe: Callable[[], int | None], poll_s: float) -> None:
         self._probe = probe
+        self._poll_s = poll_s
         self._cond = threading.Condition()
         self._newest: int | None = None
         self._returned: int | None = None
@@ -66,7 +65,7 @@ class Feed:
                     )
                 if self._newest is not None and self._newest > floor:
                     return self._hand_out(self._newest)
-                pause = SLOW_POLL_SECONDS if self.ringing else POLL_SECONDS
+                pause = max(SLOW_POLL_SECONDS, self._poll_s) if self.ringing else self._poll_s
                 if deadline is not None:
                     left = deadline - time.monotonic()
                     if left <= 0:

@@ -17,7 +17,6 @@ from typing import TypeVar
 import weightline
 from weightline.errors import ConflictError, FormatError, Unavailable, WeightlineError
 from weightline.service import acks, wire
-from weightline.service.feed import POLL_SECONDS
 from weightline.service.fetching import LEASE_SECONDS, lease_for, reading_of
 from weightline.service.subscribers import Roll
 from weightline.store import Lease, Published, Store
@@ -69,7 +68,7 @@ class Host:
                 self.trouble = None
             except (WeightlineError, OSError) as error:
                 self._complain(error)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._store.place.poll_s)
 
     # methods
 
@@ -83,6 +82,7 @@ class Host:
             protocol=wire.PROTOCOL,
             run=self._store.run,
             root=str(self._store.root),
+            store="" if self._store.is_here else self._store.address,
             runtime_dir=str(self._runtime_dir),
             pid=os.getpid(),
             release=weightline.__version__,

@@ -34,6 +34,11 @@ class Line(Protocol):
         """The store's folder on this host; blobs are mapped from it, never copied through a socket."""
         ...
 
+    @property
+    def address(self) -> str:
+        """Folder or URL of the store itself, whichever door this is."""
+        ...
+
     def commit(
         self,
         weights: Weights | str | Path | Delta,

@@ -2,14 +2,16 @@
 
 The lock is the kernel's (`flock` on `<root>/server.lock`): a SIGKILLed server leaves nothing behind. It only
 keeps a second server from starting; the ledger does not rest on it, since every commit is a put-if-absent
-whoever makes it. `<root>/server.json` names the holder's process and doors; it is a hint, read only together
-with the lock.
+whoever makes it. A store that other hosts reach too (S3, a mirror) has a seat besides (`store/seat.py`),
+which is renewed while the server lives. `<root>/server.json` names the holder's process and doors; it is a
+hint, read only together with the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -20,11 +22,17 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from weightline.errors import AlreadyServing, InvalidInput, StoreNotFound
+from weightline.errors import AlreadyServing, InvalidInput, StoreNotFound, Unavailable
+from weightline.store import Store
+from weightline.store.seat import Seat
+
+log = logging.getLogger("weightline.server")
 
 LOCK_NAME = "server.lock"
 INFO_NAME = "server.json"
 _LOOK_SECONDS = 0.2
+SEAT_SECONDS = 30.0
+"""A server that says nothing for so long may be replaced by one on another host."""
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
@@ -77,21 +85,49 @@ class OwnerLock:
 class ServerLock:
     """Held by the server of one store for as long as it lives."""
 
-    def __init__(self, root: Path, lock: OwnerLock) -> None:
+    def __init__(self, root: Path, lock: OwnerLock, seat: Seat | None = None) -> None:
         self._root = root
         self._lock = lock
+        self._seat = seat
         self._announced = False
 
     @classmethod
-    def take(cls, root: Path) -> ServerLock:
-        """Raises `AlreadyServing` naming the process and its socket."""
+    def take(cls, root: Path, seat: Seat | None = None) -> ServerLock:
+        """`seat`: that of the server in a store which other hosts reach too.
+
+        Raises `AlreadyServing` naming the process and its socket.
+        """
         lock = OwnerLock.take(root / LOCK_NAME)
         if lock is None:
             raise _already(root)
-        return cls(root, lock)
+        if seat is not None:
+            try:
+                holder = seat.take()
+            except Unavailable as error:
+                log.warning("cannot tell whether another host serves this store too: %s", error)
+                seat = holder = None
+            if holder is not None:
+                lock.release()
+                raise AlreadyServing(
+                    f"{holder.by} serves this store" + (f" on {holder.about}" if holder.about else ""),
+                    hint="use that one; a server that died on another host gives way after "
+                    f"{SEAT_SECONDS:g} s",
+                )
+        return cls(root, lock, seat)
+
+    def keep(self) -> bool:
+        """Say that this server is still there. False when another took its place while it was stopped."""
+        try:
+            return self._seat is None or self._seat.renew()
+        except Unavailable as error:
+            log.warning("cannot renew the seat of the server: %s", error)
+            return True
 
     def announce(self, info: ServerInfo) -> None:
         """Write `server.json`, whole or not at all."""
+        if self._seat is not None:
+            with contextlib.suppress(Unavailable):
+                self._seat.renew(info.listen)
         path = self._root / INFO_NAME
         draft = path.with_name(f".{INFO_NAME}.{uuid.uuid4().hex}")
         draft.write_bytes(msgspec.json.encode(info))
@@ -103,7 +139,14 @@ class ServerLock:
         if self._announced:
             self._announced = False
             (self._root / INFO_NAME).unlink(missing_ok=True)
+        if self._seat is not None:
+            self._seat.release()
         self._lock.release()
+
+
+def seat_of(store: Store, name: str, ttl: float) -> Seat | None:
+    """The seat `name` of a store that other hosts reach too; a folder's locks do for a folder."""
+    return None if store.is_here else Seat(store.place, name, ttl=ttl, now=store.leases.now)
 
 
 def _lock(descriptor: int) -> bool:

@@ -29,16 +29,17 @@ from weightline.service.address import (
     bracketed,
     check_socket_path,
     default_runtime_dir,
-    folder_of,
     listen_path,
     loopback,
     make_runtime_dir,
+    store_of,
 )
 from weightline.service.cleaner import Cleaner, check_settings
 from weightline.service.host import Host
-from weightline.service.presence import ServerInfo, ServerLock, clear_stale_socket
+from weightline.service.presence import SEAT_SECONDS, ServerInfo, ServerLock, clear_stale_socket, seat_of
 from weightline.service.rpc import load_grpc
 from weightline.store import Store
+from weightline.store.opening import local_folder
 
 log = logging.getLogger("weightline.server")
 
@@ -66,7 +67,7 @@ def serve(
     runtime_dir: str | Path | None = None,
     ready: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Serve the store at the folder `store`, which is created when missing, until SIGTERM or SIGINT.
+    """Serve a store (a folder, `s3://…`, `mirror:…`), which is created when missing, until SIGTERM or SIGINT.
 
     `listen` is `unix:PATH` (default: `wl.sock` in `runtime_dir`), `grpc` and `http` are `HOST:PORT` with a
     loopback host. `ready` is called with the fields of `ServerInfo` once everything answers. Times are in
@@ -80,7 +81,8 @@ def serve(
         cleanup_interval=cleanup_interval,
         sync_timeout=sync_timeout,
     )
-    root = folder_of(store)
+    where = store_of(store)
+    root = local_folder(where) if isinstance(where, str) else where
     if grpc is not None:
         loopback(grpc, what="--grpc")
     if http is not None:
@@ -89,8 +91,8 @@ def serve(
         Path(runtime_dir).expanduser().absolute() if runtime_dir is not None else default_runtime_dir(root)
     )
     path = listen_path(listen) if listen is not None else check_socket_path(folder / SOCKET_NAME)
-    opened = Store.open(root, create=True)
-    lock = ServerLock.take(root)
+    opened = Store.open(where, create=True)
+    lock = ServerLock.take(root, seat_of(opened, "server", SEAT_SECONDS))
     try:
         if runtime_dir is None:
             make_runtime_dir(folder.parent)
@@ -98,7 +100,7 @@ def serve(
         clear_stale_socket(path)
         host = Host(opened, sync_timeout=sync_timeout, runtime_dir=folder)
         cleaner = Cleaner(
-            root,
+            where,
             max_versions=max_versions,
             disk_budget=disk_budget,
             interval=cleanup_interval,
@@ -145,13 +147,19 @@ class _Serving:
                 self._lock.announce(info)
                 self._cleaner.start()
                 doors.callback(self._cleaner.close)
-                probe = asyncio.create_task(self._host.probe())
-                doors.push_async_callback(_cancelled, probe)
-                log.info("serving %s on unix://%s", self._host.store.root, self._path)
+                for work in (self._host.probe(), self._keep_seat(stop)):
+                    doors.push_async_callback(_cancelled, asyncio.create_task(work))
+                log.info("serving %s on unix://%s", self._host.store.address, self._path)
                 if ready is not None:
                     ready(msgspec.to_builtins(info))
                 await stop.wait()
                 log.info("going down")
+
+    async def _keep_seat(self, stop: asyncio.Event) -> None:
+        while await asyncio.to_thread(self._lock.keep):
+            await asyncio.sleep(SEAT_SECONDS / 3)
+        log.error("another server took this one's place while it did not answer; going down")
+        stop.set()
 
     async def _open_doors(self, doors: contextlib.AsyncExitStack) -> ServerInfo:
         module = load_grpc()

@@ -54,6 +54,8 @@ def status_app(host: Host) -> Starlette:
             {
                 "run": host.store.run,
                 "root": str(host.store.root),
+                "store": host.store.address,
+                "degraded": host.store.place.degraded,
                 "release": weightline.__version__,
                 "pid": os.getpid(),
                 "uptime_seconds": time.time() - host.started_at,

@@ -46,6 +46,8 @@ class Welcome(Struct, frozen=True, kw_only=True):
     newest: int | None
     heartbeat: float
     """Seconds between two events of a quiet `watch`."""
+    store: str = ""
+    """URL of a store that is not the folder `root`."""
 
 
 class Publish(Struct, frozen=True, kw_only=True):

@@ -97,7 +97,7 @@ def model_files(folder: Path) -> list[Path]:
         and not path.name.startswith(".")
         and path.suffix not in _WEIGHT_SUFFIXES
         and not path.name.endswith(".index.json")
-        and path.name not in {"manifest.json", "owner.json"}
+        and path.name not in {"manifest.json", "owner.json", "decided.json"}
         and path.stat().st_size <= _MAX_MODEL_FILE
     ]
 

@@ -125,7 +125,7 @@ def _needed(store: Store, state: LedgerState) -> set[int]:
 
 
 def _delete(store: Store, state: LedgerState, grace: float) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    needed, now = _needed(store, state), store.clock()
+    needed, now = _needed(store, state), store.leases.now()
     deleted, failed = [], []
     due = [
         (v, at, form)

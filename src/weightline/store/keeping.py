@@ -31,7 +31,7 @@ class Keeping(ABC):
     clock: Callable[[], float]
     leases: Leases
     _lock: threading.RLock
-    _free_at_start: int
+    _free_at_start: int | None
 
     @abstractmethod
     def read_log(self) -> LedgerState:
@@ -57,17 +57,14 @@ class Keeping(ABC):
     def retire(self, versions: Collection[int], reason: str) -> None:
         """Announce that the bytes of `versions` go. `collect` does this; nothing is deleted yet."""
         with self._lock:
-            state = self.read_log()
-            wanted = tuple(sorted(versions))
-            self._drive(machines.retire(state, wanted, write_id=new_id(), at=self.clock(), reason=reason))
+            state, wanted, at = self.read_log(), tuple(sorted(versions)), self.leases.now()
+            self._drive(machines.retire(state, wanted, write_id=new_id(), at=at, reason=reason))
 
     def thin(self, versions: Collection[int], form: Literal["anchor", "attachments"], reason: str) -> None:
         """Announce that the anchors, or attachments, of versions that stay go. `collect` does this."""
         with self._lock:
-            state, wanted = self.read_log(), tuple(sorted(versions))
-            self._drive(
-                machines.thin(state, wanted, form=form, write_id=new_id(), at=self.clock(), reason=reason)
-            )
+            state, wanted, at = self.read_log(), tuple(sorted(versions)), self.leases.now()
+            self._drive(machines.thin(state, wanted, form=form, write_id=new_id(), at=at, reason=reason))
 
     def lease(self, versions: Collection[int], owner: str, ttl: float) -> Lease:
         """Keep `versions` readable for `ttl` seconds. Raises `VersionNotFound`, `VersionGone` (it was too
@@ -99,8 +96,12 @@ class Keeping(ABC):
         """The inverse. Idempotent."""
         self.leases.unpin(version)
 
-    def default_disk_budget(self) -> int:
-        """A quarter of the room that the store and free space had together when this handle was opened."""
+    def default_disk_budget(self) -> int | None:
+        """A quarter of the room that the store and free space had together when this handle was opened; None
+        (no bound) where room has none, as on S3.
+        """
+        if self._free_at_start is None:
+            return None
         state = self.state
         held = sum(e.nbytes + e.attachment_nbytes for e in state.versions() if e.version not in state.retired)
         return max(1, (self._free_at_start + held) // 4)

@@ -44,19 +44,20 @@ class Leases:
 
     def __init__(self, place: Place, clock: Callable[[], float]) -> None:
         self._place = place
-        self._clock = clock
+        self.now = clock
+        """Seconds since the Unix epoch, by the clock that leases and grace periods go by."""
 
     def take(self, versions: Collection[int], owner: str, ttl: float) -> Lease:
         """A new lease for `ttl` seconds. The caller looks for retired versions afterwards."""
         if not ttl > 0:
             raise InvalidInput(f"a lease of {ttl} seconds", hint="give a ttl above 0")
-        lease = Lease(uuid.uuid4().hex, tuple(sorted(set(versions))), owner, self._clock() + ttl)
+        lease = Lease(uuid.uuid4().hex, tuple(sorted(set(versions))), owner, self.now() + ttl)
         self._put(f"{LEASES}/{lease.id}.json", lease)
         return lease
 
     def renew(self, lease: Lease, ttl: float) -> Lease:
         """The same lease for `ttl` seconds from now."""
-        renewed = Lease(lease.id, lease.versions, lease.owner, self._clock() + ttl)
+        renewed = Lease(lease.id, lease.versions, lease.owner, self.now() + ttl)
         self._put(f"{LEASES}/{lease.id}.json", renewed)
         return renewed
 
@@ -67,7 +68,7 @@ class Leases:
     def leased(self) -> dict[int, str]:
         """version -> an owner who leases it now. Expired leases are removed on the way."""
         out: dict[int, str] = {}
-        now = self._clock()
+        now = self.now()
         for item in self._place.list(LEASES):
             if not item.key.endswith(".json"):
                 continue
@@ -91,7 +92,7 @@ class Leases:
 
     def pin(self, version: int) -> None:
         """Keep a version for good. Pinning it again is fine."""
-        self._put(f"{PINS}/{version}.json", Pin(version, self._clock()))
+        self._put(f"{PINS}/{version}.json", Pin(version, self.now()))
 
     def unpin(self, version: int) -> None:
         """The inverse; a version that is not pinned is fine."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from weightline.core.seal import seal, unseal
 from weightline.errors import ConflictError, FormatError, IntegrityError, InvalidInput, Unavailable
+from weightline.store.disk import Disk
 from weightline.store.manifest import MANIFEST, Blob, digest_of
 from weightline.store.mirror_judge import expected, sound
 from weightline.store.place import Listed, Missing, Outcome, missing, probe
@@ -59,13 +60,27 @@ def read_mark(place: LocalPlace) -> Mark | None:
         raise FormatError(f"{where} is not that of a mirror: {error}", hint="restore it") from None
 
 
+def mirror_url(folders: Sequence[Path]) -> str:
+    """How a mirror is called, in whichever order its folders are given."""
+    return "mirror:" + ",".join(sorted(map(str, folders)))
+
+
 class MirrorPlace:
     """See `Place`. `degraded` says why a half is not written to; empty when both are."""
 
-    def __init__(self, folders: tuple[Path, Path], *, policy: Policy = "both", create: bool = False) -> None:
+    poll_s = 0.02
+
+    def __init__(
+        self,
+        folders: tuple[Path, Path],
+        *,
+        policy: Policy = "both",
+        create: bool = False,
+        disk: Disk | None = None,
+    ) -> None:
         if folders[0].resolve() == folders[1].resolve():
             raise InvalidInput(f"both halves of the mirror are {folders[0]}", hint="give two folders")
-        self.halves = tuple(LocalPlace(folder) for folder in folders)
+        self.halves = tuple(LocalPlace(folder, disk) for folder in folders)
         self.policy = policy
         self.degraded = ""
         self._behind = False
@@ -100,7 +115,19 @@ class MirrorPlace:
 
     @property
     def url(self) -> str:
-        return "mirror:" + ",".join(sorted(half.url for half in self.halves))
+        return mirror_url([half.root for half in self.halves])
+
+    def free(self) -> int | None:
+        found = []
+        for half in self.halves:
+            try:
+                found.append(half.free() or 0)
+            except Unavailable as error:
+                logger.warning("%s", error)
+        return min(found, default=None)
+
+    def skew(self) -> float:
+        return 0.0
 
     @property
     def arbiter(self) -> LocalPlace | None:
@@ -176,9 +203,16 @@ class MirrorPlace:
         return None
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[Listed]:
-        found = {
-            item.key: item for half in reversed(self._order()) for item in half.list(prefix, after=after)
-        }
+        found: dict[str, Listed] = {}
+        failed: list[Unavailable] = []
+        for half in reversed(self._order()):
+            try:
+                found.update((item.key, item) for item in half.list(prefix, after=after))
+            except Unavailable as error:
+                logger.warning("%s", error)
+                failed.append(error)
+        if len(failed) == len(self.halves):
+            raise failed[0]
         return iter(sorted(item for item in found.values() if item.key != MARK))
 
     def delete(self, key: str) -> None:
@@ -187,10 +221,10 @@ class MirrorPlace:
     def delete_folder(self, prefix: str) -> None:
         self._delete(prefix, lambda half: half.delete_folder(prefix))
 
-    def upload(self, prefix: str, folder: Path) -> None:
+    def upload(self, prefix: str, folder: Path, same: Mapping[str, str] = {}) -> None:
         first, second = self._writable()
-        first.upload(prefix, folder)
-        self._second(second, f"upload {prefix}", lambda half: half.upload(prefix, folder))
+        first.upload(prefix, folder, same)
+        self._second(second, f"upload {prefix}", lambda half: half.upload(prefix, folder, same))
 
     def file(self, key: str, *, nbytes: int, sha256: str) -> Path:
         failed: list[Exception] = []
@@ -303,6 +337,10 @@ class MirrorPlace:
                 self._write_mark(first, self._newest)
                 self._behind = True
             self._degrade(error.message)
+        else:
+            if self.degraded:
+                logger.warning("%s: both halves are written to again", self.url)
+            self.degraded, self._behind = "", False
 
     def _copy(self, half: LocalPlace, key: str, data: bytes) -> None:
         outcome = half.put_if_absent(key, data)

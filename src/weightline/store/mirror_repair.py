@@ -127,7 +127,7 @@ def _take(place: MirrorPlace, step: _Step) -> list[str]:
     if step.kind == "delete":
         step.target.delete(step.key)
         return [f"deleted {step.key} in {step.target.url}, as in {step.source.url}"]
-    _copy(step.source.path(step.key), step.target.path(step.key))
+    _copy(step.source.path(step.key), step.target.path(step.key), step.target.disk)
     return [f"copied {step.key} from {step.source.url} to {step.target.url}"]
 
 
@@ -142,8 +142,7 @@ def _good(half: LocalPlace, key: str, digests: dict[str, str]) -> bool:
         return False
 
 
-def _copy(source: Path, target: Path) -> None:
-    disk = Disk()
+def _copy(source: Path, target: Path, disk: Disk) -> None:
     draft = target.with_name(f".draft-{target.name}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -7,17 +7,20 @@ says.
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 from urllib.parse import parse_qs, unquote
 
-from weightline.errors import InvalidInput
-from weightline.store.disk import typed
+from weightline.errors import InvalidInput, Unavailable
+from weightline.store.disk import Disk, typed
 from weightline.store.manifest import VERSIONS
-from weightline.store.mirror import MirrorPlace, Policy
+from weightline.store.mirror import MirrorPlace, Policy, mirror_url
 from weightline.store.object import ObjectPlace
 from weightline.store.object_cache import BlobCache
 from weightline.store.object_url import cache_home, parse_object_url
 from weightline.store.place import Place
+
+logger = logging.getLogger(__name__)
 
 MIRROR_FORM = "mirror:/disk1/store,/disk2/store?policy=both"
 _SCHEMES = ("s3:", "mirror:")
@@ -29,13 +32,13 @@ def is_store_url(text: object) -> bool:
     return isinstance(text, str) and text.startswith(_SCHEMES)
 
 
-def place_of(url: str, *, create: bool = False) -> tuple[Path, Place]:
+def place_of(url: str, *, create: bool = False, disk: Disk | None = None) -> tuple[Path, Place]:
     """(folder of this host, place) behind a URL. Raises `InvalidInput` for one that cannot be, and, with
     `create`, for a place that does not refuse to create an object twice.
     """
     place: Place
     if url.startswith("mirror:"):
-        local, place = _mirror(url, create)
+        local, place = _mirror(url, create, disk)
     else:
         parsed = parse_object_url(url)
         local = parsed.local
@@ -43,8 +46,23 @@ def place_of(url: str, *, create: bool = False) -> tuple[Path, Place]:
     with typed(str(local)):
         (local / VERSIONS).mkdir(parents=True, exist_ok=True)
     if create:
-        place.probe()
+        try:
+            place.probe()
+        except Unavailable as error:
+            if place.size("run.json") is None:
+                raise
+            # Half of a mirror is away: what is there can be served; a writer probes again.
+            logger.warning("%s can be read only: %s", place.url, error)
     return local, place
+
+
+def local_folder(url: str) -> Path:
+    """The folder of this host that goes with a store's URL. Raises `InvalidInput`; looks nowhere."""
+    if not url.startswith("mirror:"):
+        return parse_object_url(url).local
+    halves, _, cache = _halves(url)
+    mark = hashlib.sha256(mirror_url(halves).encode()).hexdigest()[:16]
+    return Path(cache).absolute() if cache else cache_home() / mark
 
 
 def check_store_url(url: str) -> None:
@@ -55,11 +73,9 @@ def check_store_url(url: str) -> None:
         parse_object_url(url)
 
 
-def _mirror(url: str, create: bool) -> tuple[Path, MirrorPlace]:
-    halves, policy, cache = _halves(url)
-    place = MirrorPlace(halves, policy=policy, create=create)
-    mark = hashlib.sha256(place.url.encode()).hexdigest()[:16]
-    return Path(cache).absolute() if cache else cache_home() / mark, place
+def _mirror(url: str, create: bool, disk: Disk | None) -> tuple[Path, MirrorPlace]:
+    halves, policy, _ = _halves(url)
+    return local_folder(url), MirrorPlace(halves, policy=policy, create=create, disk=disk)
 
 
 def _halves(url: str) -> tuple[tuple[Path, Path], Policy, str]:

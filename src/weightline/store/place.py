@@ -6,7 +6,7 @@ that two writers may race on: one of them creates the object, whole and durable,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,6 +19,8 @@ Outcome = Literal["created", "exists", "lost"]
 """`created`: by this call, durable. `exists`: something is there, not by this call (or by a try of it whose
 answer got lost below us: compare write ids). `lost`: nobody can tell; read it back or repeat the call."""
 
+FIRST = "owner.json"
+"""Of a folder that is uploaded, this file goes first: what is left half way says whose it was."""
 LAST = "manifest.json"
 """Of a folder that is uploaded, this file goes last: where it is, everything is."""
 
@@ -41,9 +43,21 @@ class Place(Protocol):
     `InvalidInput` for a key that cannot be. A verb that raises may be repeated: none leaves half an object.
     """
 
+    poll_s: float
+    """How often it is asked for news where nobody rings, in seconds: each time costs one request."""
+
+    degraded: str
+    """Why a loss would cost more now than it should; empty when all is well."""
+
     @property
     def url(self) -> str:
         """How the place is called in messages and in `connect`; without secrets."""
+
+    def free(self) -> int | None:
+        """Bytes that may still be written; None where there is no such bound."""
+
+    def skew(self) -> float:
+        """Seconds by which the clock of the place is ahead of this host's; 0 where they are the same."""
 
     def put_if_absent(self, key: str, data: bytes) -> Outcome:
         """Create a small object, durable before it answers `created`. An error that is raised means: not
@@ -71,8 +85,12 @@ class Place(Protocol):
     def delete_folder(self, prefix: str) -> None:
         """Delete everything below a folder, `manifest.json` first: what is half gone does not look whole."""
 
-    def upload(self, prefix: str, folder: Path) -> None:
-        """Copy a complete local folder, durable before it returns. Repeated, it ends in the same objects."""
+    def upload(self, prefix: str, folder: Path, same: Mapping[str, str] = {}) -> None:
+        """Copy a complete local folder, durable before it returns. Repeated, it ends in the same objects.
+
+        `same`: name in the folder -> key of an object that is there and has the same bytes, which the place
+        may take instead of sending them. An object that is gone or another by then is not taken.
+        """
 
     def file(self, key: str, *, nbytes: int, sha256: str) -> Path:
         """A local file with the bytes of an object, to be mapped and never written to.
@@ -104,11 +122,16 @@ def hidden(key: str) -> bool:
 
 
 def files_of(folder: Path) -> list[tuple[str, Path]]:
-    """(key below the folder, file) of everything in it but for hidden files, `manifest.json` last."""
+    """(key below the folder, file) of everything in it but for hidden files; the owner first, the manifest
+    last.
+    """
     found = sorted(
         (path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()
     )
-    return sorted(((key, path) for key, path in found if not hidden(key)), key=lambda file: file[0] == LAST)
+    return sorted(
+        ((key, path) for key, path in found if not hidden(key)),
+        key=lambda file: (file[0] != FIRST, file[0] == LAST),
+    )
 
 
 def missing(url: str, key: str) -> Missing:

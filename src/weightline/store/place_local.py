@@ -10,14 +10,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from weightline.errors import IntegrityError, InvalidInput, Unavailable
-from weightline.store.disk import Disk, failure, typed
+from weightline.store.disk import Disk, failure, sha256_of, typed
 from weightline.store.place import (
     LAST,
     Listed,
@@ -44,13 +45,26 @@ T = TypeVar("T")
 class LocalPlace:
     """See `Place`. `disk` performs and announces every durable step."""
 
+    poll_s = 0.02
+    degraded = ""
+
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
         self.root = root.absolute()
-        self._disk = disk or Disk()
+        self.disk = disk or Disk()
 
     @property
     def url(self) -> str:
         return str(self.root)
+
+    def free(self) -> int | None:
+        existing = self.root
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        with _read_of(str(existing)):
+            return shutil.disk_usage(existing).free
+
+    def skew(self) -> float:
+        return 0.0
 
     def path(self, key: str) -> Path:
         """Where an object lies."""
@@ -60,7 +74,7 @@ class LocalPlace:
         path = self.path(key)
         try:
             return (
-                "created" if self._in_folder(path, lambda: self._disk.put_if_absent(path, data)) else "exists"
+                "created" if self._in_folder(path, lambda: self.disk.put_if_absent(path, data)) else "exists"
             )
         except OSError as error:
             if error.errno in _NEVER_MADE and not os.path.lexists(path):
@@ -71,7 +85,7 @@ class LocalPlace:
     def put(self, key: str, data: bytes) -> None:
         path = self.path(key)
         with typed(str(path)):
-            self._in_folder(path, lambda: self._disk.replace(path, data))
+            self._in_folder(path, lambda: self.disk.replace(path, data))
 
     def read(self, key: str) -> bytes:
         path = self.path(key)
@@ -94,7 +108,7 @@ class LocalPlace:
     def delete(self, key: str) -> None:
         path = self.path(key)
         with typed(str(path)):
-            self._disk.on_step(f"unlink {path.name}")
+            self.disk.on_step(f"unlink {path.name}")
             with suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
 
@@ -102,9 +116,9 @@ class LocalPlace:
         self.delete(f"{prefix}/{LAST}")
         path = self.path(prefix)
         with typed(str(path)):
-            self._disk.remove_tree(path)
+            self.disk.remove_tree(path)
 
-    def upload(self, prefix: str, folder: Path) -> None:
+    def upload(self, prefix: str, folder: Path, same: Mapping[str, str] = {}) -> None:
         target = self.path(prefix)
         with typed(str(target)):
             if target.exists() and target.samefile(folder):
@@ -112,11 +126,12 @@ class LocalPlace:
             folders = {target}
             for key, source in files_of(folder):
                 path = target / key
-                self._in_folder(path, partial(self._copy, source, path))
+                known = self.path(same[key]) if key in same else None
+                self._in_folder(path, partial(self._copy, source, path, known))
                 folders.add(path.parent)
             for made in sorted(folders, reverse=True):
                 if made.exists():
-                    self._disk.fsync_folder(made)
+                    self.disk.fsync_folder(made)
 
     def file(self, key: str, *, nbytes: int, sha256: str) -> Path:  # noqa: ARG002  the reader of the map checks it
         size = self.size(key)
@@ -141,16 +156,28 @@ class LocalPlace:
                 ) from error
             raise
 
-    def _copy(self, source: Path, path: Path) -> None:
+    def _copy(self, source: Path, path: Path, known: Path | None = None) -> None:
         draft = path.with_name(f".draft-{path.name}")
         try:
             draft.unlink(missing_ok=True)
-            self._disk.copy_new(source, draft)
-            self._disk.on_step(f"rename {path.name}")
+            if not self._linked(source, known, draft):
+                self.disk.copy_new(source, draft)
+            self.disk.on_step(f"rename {path.name}")
             draft.replace(path)
         finally:
             with suppress(OSError):
                 draft.unlink()
+
+    def _linked(self, source: Path, known: Path | None, draft: Path) -> bool:
+        """Could `draft` become a second name of `known`, which has the bytes of `source`?"""
+        try:
+            if known is None or not known.is_file() or sha256_of(known) != sha256_of(source):
+                return False
+            self.disk.on_step(f"link {draft.name}")
+            os.link(known, draft)
+            return True
+        except OSError:
+            return False
 
     def _in_folder(self, path: Path, act: Callable[[], T]) -> T:
         """`act`, which writes `path`; once more if its folder was not there."""
@@ -166,7 +193,7 @@ class LocalPlace:
         if not folder.is_dir():
             self._make_folders(folder.parent)
             with suppress(FileExistsError):
-                self._disk.make_folder(folder)
+                self.disk.make_folder(folder)
 
     def _reading(self, key: str, act: Callable[[], T]) -> T:
         with _read_of(str(self.root / key)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weightline.errors import IntegrityError
@@ -14,6 +14,9 @@ from weightline.store.place import Listed, Outcome, below, check_key, files_of, 
 
 class MemoryPlace:
     """See `Place`. Objects last as long as the instance; `files` is where copies to map are written."""
+
+    poll_s = 0.02
+    degraded = ""
 
     def __init__(self, name: str = "", files: Path | None = None) -> None:
         self._url = f"memory://{name}"
@@ -25,6 +28,12 @@ class MemoryPlace:
     @property
     def url(self) -> str:
         return self._url
+
+    def free(self) -> int | None:
+        return None
+
+    def skew(self) -> float:
+        return 0.0
 
     def put_if_absent(self, key: str, data: bytes) -> Outcome:
         with self._lock:
@@ -63,9 +72,12 @@ class MemoryPlace:
             for key in [key for key in self._objects if key.startswith(start)]:
                 del self._objects[key]
 
-    def upload(self, prefix: str, folder: Path) -> None:
+    def upload(self, prefix: str, folder: Path, same: Mapping[str, str] = {}) -> None:
         for key, path in files_of(folder):
-            self.put(f"{prefix}/{key}", path.read_bytes())
+            data = path.read_bytes()
+            with self._lock:
+                known = self._objects.get(same.get(key, ""))
+                self._objects[check_key(f"{prefix}/{key}")] = known if known == data else data
 
     def file(self, key: str, *, nbytes: int, sha256: str) -> Path:
         data = self.read(key)

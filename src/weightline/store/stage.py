@@ -91,6 +91,8 @@ class Draft:
         self._disk = store.disk
         self._shard_nbytes = shard_nbytes
         self._options = options
+        self._same: dict[str, str] = {}
+        """Attachment in the folder -> key of the same bytes in an earlier version."""
 
     def write(self, pieces: Pieces, *, base: int | None, parent: int | None) -> tuple[CommitRequest, Path]:
         """The complete folder and the request that would make it a version. After an error the folder is
@@ -101,7 +103,7 @@ class Draft:
             with typed(f"staging {folder}"):
                 request = self._fill(folder, pieces, base, parent)
                 staging.seal(folder, self._disk)
-            self._store.place.upload(request.folder, folder)
+            self._store.place.upload(request.folder, folder, self._same)
             return request, folder
         except BaseException:
             staging.discard(folder, self._store)
@@ -214,24 +216,28 @@ class Draft:
                 raise InvalidInput(
                     f"attachment {name!r}: {value!r} is gone", hint="give a file that stays"
                 ) from None
-            if sha in earlier and sha256_of(earlier[sha]) == sha:
-                self._disk.link_instead(earlier[sha], path)
+            if sha in earlier:
+                self._same[f"{ATTACHMENTS}/{name}"] = earlier[sha]
+                self._share(earlier[sha], path, sha)
             blobs.append(Blob(f"{ATTACHMENTS}/{name}", nbytes, sha, "attachment"))
         return blobs
 
-    def _earlier(self) -> dict[str, Path]:
-        """SHA-256 -> file of the attachments of the newest version that has some.
-
-        What did not change is a second name of the same file: it costs no room, and each version may be
-        deleted without a look at the others.
+    def _share(self, key: str, path: Path, sha: str) -> None:
+        """Make a staged attachment a second name of the earlier file: it costs no room, and each version may
+        be deleted without a look at the others. Other places see to it when the folder is uploaded.
         """
+        known = self._store.root / key
+        if staging.is_here(self._store) and known.is_file() and sha256_of(known) == sha:
+            self._disk.link_instead(known, path)
+
+    def _earlier(self) -> dict[str, str]:
+        """SHA-256 -> key of the attachments of the newest version that has some."""
         version = recoverable(self._store.state)
         if version is None:
             return {}
         try:
             blobs = self._store.reading.stored(version).named("attachment")
             folder = self._store.state.version(version).folder
-            paths = {blob.sha256: self._store.root / folder / blob.name for blob in blobs}
+            return {blob.sha256: f"{folder}/{blob.name}" for blob in blobs}
         except (IntegrityError, VersionGone, Unavailable):
             return {}
-        return {sha: path for sha, path in paths.items() if path.is_file()}

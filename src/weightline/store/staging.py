@@ -12,13 +12,17 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec import Struct
 
 from weightline.core.ledger import LedgerState
 from weightline.errors import InvalidInput, Unavailable, WeightlineError
 from weightline.store import owner as owners
 from weightline.store.disk import NO_ROOM, Disk, draft_name, typed
 from weightline.store.manifest import ATTACHMENTS, VERSIONS
+from weightline.store.place import Missing
 
 if TYPE_CHECKING:
     from weightline.store.store import Store
@@ -26,9 +30,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OWNER = "owner.json"
+DECIDED = "decided.json"
+"""In a folder that was uploaded: who publishes it for somebody else, or sweeps it. The first one decides."""
 _CLAIM = ".claim-"
 _CLAIMER = ".claimer-"
 """Who holds the claim of the same token: one that died with it may be overtaken."""
+
+
+class _Decision(Struct, frozen=True):
+    """decided.json."""
+
+    act: Literal["publish", "sweep"]
+    by: owners.Owner
 
 
 def create(root: Path, disk: Disk) -> Path:
@@ -69,11 +82,14 @@ def locate(root: Path, relative: str) -> Path:
     return root / relative
 
 
-def adopt(folder: Path, disk: Disk) -> None:
+def adopt(folder: Path, store: Store) -> None:
     """Make a staging that another process wrote this process's own. Raises `Unavailable` when it is gone."""
+    if not is_here(store):
+        return _adopt_upload(folder, store)
+    disk = store.disk
     with typed(str(folder)):
         if _owner(folder / OWNER) == owners.this_process():
-            return
+            return None
         # A server that died between its claim and its name on the folder must not lock the next one out.
         source = _claimable(folder)
         claim = _claim(folder, source) if source is not None else None
@@ -82,6 +98,31 @@ def adopt(folder: Path, disk: Disk) -> None:
         disk.write_new(folder / OWNER, [owners.encode(owners.this_process())])
         claim.unlink(missing_ok=True)
         (folder / claim.name.replace(_CLAIM, _CLAIMER)).unlink(missing_ok=True)
+    return None
+
+
+def _adopt_upload(folder: Path, store: Store) -> None:
+    """The same for a folder that was uploaded: its trainer may die while this process publishes it."""
+    prefix = f"{VERSIONS}/{folder.name}"
+    if _owner(folder / OWNER) != owners.this_process() and not _decide(store, prefix, "publish"):
+        raise Unavailable(f"staging {prefix} is gone", hint="stage and commit again")
+
+
+def _decide(store: Store, prefix: str, act: Literal["publish", "sweep"]) -> bool:
+    """May this process do that with an uploaded folder? Only if nobody alive does something else with it."""
+    key, mine = f"{prefix}/{DECIDED}", _Decision(act, owners.this_process())
+    for _ in range(2):
+        if store.place.put_if_absent(key, msgspec.json.encode(mine)) == "created":
+            return True
+        with suppress(Missing):
+            try:
+                there = msgspec.json.decode(store.place.read(key), type=_Decision)
+            except msgspec.DecodeError:
+                return False
+            if there == mine or not owners.is_dead(there.by):
+                return there == mine
+            store.place.delete(key)
+    return False
 
 
 def discard(folder: Path, store: Store) -> bool:
@@ -89,9 +130,13 @@ def discard(folder: Path, store: Store) -> bool:
     later.
     """
     try:
-        gone = _delete(folder, store.disk, store.read_log, lambda owner: owner == owners.this_process())
-        if gone and not is_here(store):
-            store.place.delete_folder(f"{VERSIONS}/{folder.name}")
+        gone = _delete(folder, store.disk, _naming(store), lambda owner: owner == owners.this_process())
+        prefix = f"{VERSIONS}/{folder.name}"
+        if gone and not is_here(store) and prefix not in _named(store.read_log()):
+            store.place.delete_folder(prefix)
+        elif not gone and not is_here(store):
+            # Published for somebody else and refused: whoever staged it decides again.
+            store.place.delete(f"{prefix}/{DECIDED}")
         return gone
     except (OSError, WeightlineError) as error:
         logger.warning("could not remove staging %s (swept later): %s", folder, error)
@@ -105,30 +150,42 @@ def is_here(store: Store) -> bool:
 
 def sweep(store: Store) -> list[str]:
     """Delete the stagings of dead processes of this host; gives their folders."""
-    named = {entry.folder for entry in store.read_log().versions()}
+    named, log = _named(store.read_log()), _naming(store)
     gone = []
     for folder in sorted((store.root / VERSIONS).iterdir()):
         relative = f"{VERSIONS}/{folder.name}"
-        if relative in named or not folder.is_dir():
+        if (relative in named and is_here(store)) or not folder.is_dir():
             continue
         try:
-            if _delete(folder, store.disk, store.read_log, is_dead):
+            if _delete(folder, store.disk, log, is_dead):
                 gone.append(relative)
         except OSError as error:
             logger.warning("could not sweep %s: %s", folder, error)
     return gone if is_here(store) else sorted({*gone, *_sweep_place(store, named)})
 
 
+def _named(state: LedgerState) -> set[str]:
+    return {entry.folder for entry in state.versions()}
+
+
+def _naming(store: Store) -> Callable[[], set[str]]:
+    """What gives the stagings on this host that the log may not lose: none once they are uploaded."""
+    return (lambda: _named(store.read_log())) if is_here(store) else set
+
+
 def _sweep_place(store: Store, named: set[str]) -> list[str]:
-    """The same for what was uploaded. Nobody adopts those, so a dead owner's can be of no use any more."""
+    """The same for what was uploaded."""
     gone = []
     folders = {"/".join(item.key.split("/")[:2]) for item in store.place.list(VERSIONS)} - named
     for folder in sorted(folders):
         try:
             owner = owners.decode(store.place.read(f"{folder}/{OWNER}"))
-            if is_dead(owner) and folder not in {e.folder for e in store.read_log().versions()}:
+            # Only once it is decided is it certain that nobody publishes it; the log may name it by then.
+            if is_dead(owner) and _decide(store, folder, "sweep") and folder not in _named(store.read_log()):
                 store.place.delete_folder(folder)
                 gone.append(folder)
+        except Missing:
+            continue  # somebody else sweeps it now, or it is still being uploaded
         except WeightlineError as error:
             logger.warning("could not sweep %s: %s", folder, error)
     return gone
@@ -148,7 +205,7 @@ def is_dead(owner: owners.Owner | None) -> bool:
 
 
 def _delete(
-    folder: Path, disk: Disk, log: Callable[[], LedgerState], mine: Callable[[owners.Owner | None], bool]
+    folder: Path, disk: Disk, named: Callable[[], set[str]], mine: Callable[[owners.Owner | None], bool]
 ) -> bool:
     source = _claimable(folder)
     if source is None or not mine(_owner(source)):
@@ -158,7 +215,7 @@ def _delete(
         return False
     relative = f"{VERSIONS}/{folder.name}"
     # Only now is it certain that nobody publishes it any more; the log may have come to name it before.
-    if not mine(_owner(claim)) or relative in {entry.folder for entry in log().versions()}:
+    if not mine(_owner(claim)) or relative in named():
         with suppress(OSError):
             claim.rename(folder / OWNER)
         return False

@@ -5,7 +5,6 @@ know.
 from __future__ import annotations
 
 import logging
-import shutil
 import sqlite3
 import threading
 import time
@@ -40,7 +39,8 @@ from weightline.store.log import Log
 from weightline.store.manifest import MANIFEST, VERSIONS, Manifest, digest_of
 from weightline.store.mirror_repair import with_mirror
 from weightline.store.opening import is_store_url, place_of
-from weightline.store.place import Place
+from weightline.store.place import Missing, Place
+from weightline.store.place_clock import PlaceClock
 from weightline.store.place_local import LocalPlace
 from weightline.store.reading import Reading
 from weightline.store.records import record_of
@@ -83,13 +83,15 @@ class Store(Keeping):
         self.resumed: int | None = None
         """The version that `recover` gave and that the next commit goes on from."""
         self.log = Log(place, run.run)
-        self.leases = Leases(place, clock)
+        # A clock that is given is taken as it is; else all hosts go by the place's.
+        self.leases = Leases(place, PlaceClock(place) if clock is time.time else clock)
         self.reading = Reading(place, lambda: self.state, self.refresh)
         self.catalog = Catalog(root, lambda: self.state, clock, disk.on_step)
         self.shard_nbytes = shard_nbytes
         self._lock = threading.RLock()
-        usage = shutil.disk_usage(root)
-        self._free_at_start = usage.free
+        self._free_at_start = place.free()
+        self.address: str = place.url
+        """What `Store.open` takes to open it again, on this host."""
 
     @staticmethod
     def open(
@@ -113,9 +115,10 @@ class Store(Keeping):
         """
         if not isinstance(root, str | Path) or "\0" in str(root):
             raise InvalidInput(f"{root!r} is no path", hint="give the folder of the store, or its URL")
+        disk, address = Disk(on_step), root
         if place is None and isinstance(root, str) and is_store_url(root):
-            root, place = place_of(root, create=create)
-        root, disk = Path(root).absolute(), Disk(on_step)
+            root, place = place_of(root, create=create, disk=disk)
+        root = Path(root).absolute()
         if root.exists() and not root.is_dir():
             raise InvalidInput(f"{root} is not a folder", hint="give a folder for the store")
         place = place or LocalPlace(root, disk)
@@ -128,6 +131,7 @@ class Store(Keeping):
                 f"{place.url} holds run {found.run}, not {run}", hint="give each run a place of its own"
             )
         store = Store(root, found, place=place, disk=disk, clock=clock, shard_nbytes=shard_nbytes)
+        store.address = str(address) if isinstance(address, str) and is_store_url(address) else place.url
         try:
             store.refresh()
             store.log.check_gap(store.state)
@@ -135,6 +139,11 @@ class Store(Keeping):
             logger.warning("the log of %s is damaged: %s", place.url, error)
             store.damage = error
         return store
+
+    @property
+    def is_here(self) -> bool:
+        """Is the place the folder in which this process stages?"""
+        return staging.is_here(self)
 
     @property
     def copied(self) -> bool:
@@ -307,8 +316,8 @@ class Store(Keeping):
                 if known is None:
                     self.log.check_gap(state)
                     self._index()  # before there are versions: a catalogue that comes later was lost
-                    staging.adopt(folder, self.disk)
-                    self._check_staged(folder, request)
+                    staging.adopt(folder, self)
+                    self._check_staged(request)
                 done = self._commit(state, request, folder)
                 entry, repeated = done.entry, done.repeated
             else:
@@ -357,14 +366,15 @@ class Store(Keeping):
             staging.discard(folder, self)
             raise
 
-    def _check_staged(self, folder: Path, request: CommitRequest) -> None:
+    def _check_staged(self, request: CommitRequest) -> None:
+        where = f"{self.place.url}/{request.folder}"
         try:
-            data = (folder / MANIFEST).read_bytes()
-        except FileNotFoundError:
-            raise IntegrityError(f"{folder} has no manifest", hint="stage and commit again") from None
+            data = self.place.read(f"{request.folder}/{MANIFEST}")
+        except Missing:
+            raise IntegrityError(f"{where} has no manifest", hint="stage and commit again") from None
         if digest_of(data) != request.digest:
             raise IntegrityError(
-                f"{folder / MANIFEST} is not the one to commit", hint="stage and commit again"
+                f"{where}/{MANIFEST} is not the one to commit", hint="stage and commit again"
             )
 
     def _acks(self) -> Mapping[int, tuple[Ack, ...]]:
