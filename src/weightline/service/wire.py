@@ -33,7 +33,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     """Name for logs: host and process id unless the caller gave one."""
 
 
-class Welcome(Struct, frozen=True, kw_only=True):
+class Welcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which line this server serves; a client on the same host finds `run` again in `<root>/run.json`."""
 
     protocol: int

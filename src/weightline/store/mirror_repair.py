@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from weightline.errors import IntegrityError, Unavailable
-from weightline.store.disk import Disk, failure, sha256_of
+from weightline.store.disk import Disk, draft_name, failure, sha256_of
 from weightline.store.mirror import MARK, MirrorPlace
 from weightline.store.mirror_judge import expected, sound
 from weightline.store.place import Place
@@ -143,12 +144,14 @@ def _good(half: LocalPlace, key: str, digests: dict[str, str]) -> bool:
 
 
 def _copy(source: Path, target: Path, disk: Disk) -> None:
-    draft = target.with_name(f".draft-{target.name}")
+    draft = target.with_name(draft_name())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft.unlink(missing_ok=True)
         disk.copy_new(source, draft)
         draft.replace(target)
         disk.fsync_folder(target.parent)
     except OSError as error:
         raise failure(str(target), error) from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()

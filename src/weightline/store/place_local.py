@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from weightline.errors import IntegrityError, InvalidInput, Unavailable
-from weightline.store.disk import Disk, failure, sha256_of, typed
+from weightline.store.disk import Disk, draft_name, failure, sha256_of, typed
 from weightline.store.place import (
     LAST,
     Listed,
@@ -157,9 +157,8 @@ class LocalPlace:
             raise
 
     def _copy(self, source: Path, path: Path, known: Path | None = None) -> None:
-        draft = path.with_name(f".draft-{path.name}")
+        draft = path.with_name(draft_name())
         try:
-            draft.unlink(missing_ok=True)
             if not self._linked(source, known, draft):
                 self.disk.copy_new(source, draft)
             self.disk.on_step(f"rename {path.name}")
