@@ -184,7 +184,7 @@ def test_live_subscribers_are_those_that_watch_or_were_seen_lately():
 
 def test_the_feed_does_not_go_back():
     answers = [3, None, 2, 5]
-    feed = Feed(lambda: answers.pop(0))
+    feed = Feed(lambda: answers.pop(0), 0.02)
     assert feed.wait(0, None) == 3
     feed.announce(2)
     assert feed.wait(0, None) is None
