@@ -15,7 +15,7 @@ import numpy as np
 
 from weightline import codec
 from weightline.errors import ConflictError, RefitError, Unavailable, WeightlineError
-from weightline.rollout.engines.base import EngineDescription, Prepared, Refit
+from weightline.rollout.engines.base import EngineDescription, Hold, Prepared, Refit
 
 BF16 = ml_dtypes.bfloat16
 
@@ -107,6 +107,7 @@ class Engine:
         self.label, self.version, self.run = "default", None, None
         self.paused = self.quarantined = False
         self.session: Session | None = None
+        self.hold: Hold | None = None
         self.down = False
 
     @property
@@ -182,6 +183,7 @@ class Port:
         answer = EngineDescription(
             kind="double", label=e.label, version=e.version, run=e.run, instance=str(e.starts),
             paused=e.paused, quarantined=e.quarantined, tensors=tensors, aliases=e.aliases,
+            hold=e.hold,
         )  # fmt: skip
         self._enter("describe", "after")
         return answer
@@ -286,6 +288,11 @@ class Port:
         self._enter("digests", "before")
         chosen = self.engine.weights if names is None else names
         return {name: codec.digest_of(codec.bits_of(self.engine.weights[name])) for name in chosen}
+
+    def set_hold(self, hold: Hold | None) -> None:
+        self._enter("set_hold", "before")
+        self.engine.hold = hold
+        self._enter("set_hold", "after")
 
     def close(self) -> None:
         self.dead = True

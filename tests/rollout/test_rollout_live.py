@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -456,6 +457,35 @@ def test_follow_over_a_server_and_past_its_death(engine, model, tmp_path):
         down(server)
     assert not thread.is_alive()
     assert list(runtime.iterdir()) == []
+
+
+def test_the_command_rolls_a_followed_engine_back_and_releases_it(engine, line, model, tmp_path):
+    weights, events, stop = weights_of(model), [], threading.Event()
+    for seed in (1, 2):
+        line.commit(weights := nudged(weights, seed))
+    options = {"id": "engine-7", "runtime_dir": tmp_path / "run", "on_event": events.append, "stop": stop}
+    command = [sys.executable, "-m", "weightline", "rollback", str(line.root), "--engine", engine.name]
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(follow, f"file://{line.root}", engine.name, **options)
+        try:
+            until(lambda: engine.label() == line.record(2).label)
+            done = subprocess.run([*command, "--json", "--id", "engine-7"], capture_output=True, check=True)
+            report = json.loads(done.stdout)
+            assert (report["before"], report["version"], report["held"]) == (2, 1, True)
+            assert engine.label() == line.record(1).label
+            line.commit(nudged(weights, 3))
+            until(lambda: [e for e in events if e.get("reason") == "held" or e["version"] == 1])
+            assert engine.label() == line.record(1).label
+            said = subprocess.run([*command, "--release"], capture_output=True, check=True, text=True)
+            assert "not held any more" in said.stdout
+            until(lambda: engine.label() == line.record(3).label)
+        finally:
+            stop.set()
+        following.result(timeout=30)
+    refused = subprocess.run(
+        [*command, "--release", "--to", "1"], capture_output=True, check=False, text=True
+    )
+    assert (refused.returncode, "exclude each other" in refused.stderr) == (2, True)
 
 
 def test_what_follow_refuses(tmp_path, line):

@@ -180,6 +180,45 @@ def follow(
     )
 
 
+@command("rollback", "Processes")
+def rollback(
+    store: StoreArgument,
+    engine: EngineOption,
+    to: Annotated[
+        int | None,
+        typer.Option("--to", metavar="VERSION", help="Default: the version before the one it serves."),
+    ] = None,
+    release: Annotated[bool, typer.Option("--release", help="End the hold; nothing else.")] = False,
+    id: Annotated[str, typer.Option("--id", help="Name of the engine's subscriber.")] = "engine-0",
+    runtime_dir: Annotated[
+        Path | None, typer.Option("--runtime-dir", help="Where the working files are kept.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Step one live engine back to the version before, and hold it there: its follower holds too.
+
+    Example: weightline rollback ./ckpt --engine vllm=http://127.0.0.1:8000
+    """
+    from weightline.errors import InvalidInput
+    from weightline.rollout import release as run_release
+    from weightline.rollout import rollback as run_rollback
+
+    if release and to is not None:
+        raise InvalidInput("--release and --to exclude each other", hint="release, then follow --at VERSION")
+    with opened(store) as line:
+        if release:
+            report = run_release(line, engine, runtime_dir=runtime_dir)
+        else:
+            report = run_rollback(line, engine, to=to, id=id, runtime_dir=runtime_dir)
+    if json:
+        print_json(report)
+    elif report.held:
+        say(f"{engine} serves version {report.version} ({report.label}) and is held there")
+        say("let it follow again: weightline rollback STORE --engine ... --release")
+    else:
+        say(f"{engine} is not held any more; its follower moves it")
+
+
 @command("check", "Processes")
 def check(
     store: StoreArgument,

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from weightline.errors import InvalidInput, WeightlineError
 from weightline.generate.engine import Engine
-from weightline.generate.wire import DigestsBody, RefitOrder, SessionBody
+from weightline.generate.wire import DigestsBody, HoldBody, RefitOrder, SessionBody
 
 T = TypeVar("T")
 Answer = Callable[[Request], Awaitable[Any]]
@@ -30,6 +30,7 @@ class ControlRoutes:
         posts: dict[str, Answer] = {
             "prepare": self.prepare,
             "digests": self.digests,
+            "hold": self.hold,
             "apply": self._verb(self._apply),
             "verify": self._verb(self._verify),
             "invalidate": self._verb(self._invalidate),
@@ -60,6 +61,11 @@ class ControlRoutes:
         body = await _body(request, DigestsBody)
         found, identity = await asyncio.to_thread(self.engine.digests, body.names)
         return {"digests": found, "label": identity.label, "version": identity.version}
+
+    async def hold(self, request: Request) -> Any:
+        """Remember for all followers that the engine stays where it is told to."""
+        self.engine.hold = (await _body(request, HoldBody)).hold
+        return {}
 
     def _verb(self, act: Callable[[str], dict[str, Any]]) -> Answer:
         """A verb of an open session, run on the engine thread between two steps."""

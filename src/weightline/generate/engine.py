@@ -28,7 +28,7 @@ from weightline.generate.sampling import SamplingParams, check_sampling
 from weightline.generate.scheduler import Scheduler
 from weightline.generate.steps import Stepper
 from weightline.generate.weights import LiveWeights, tied_names
-from weightline.generate.wire import EngineState, RefitOrder
+from weightline.generate.wire import EngineState, HeldAt, RefitOrder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class Engine:
         self.options = options
         self.clock = clock
         self.instance = uuid4().hex
+        self.hold: HeldAt | None = None
         self.identity = Identity("default")
         self.quarantined = False
         self.weights = LiveWeights(model)
@@ -328,6 +329,7 @@ class Engine:
                 quarantined=self.quarantined,
                 tensors=self.weights.specs(),
                 aliases=tied_names(self.weights.aliases),
+                hold=self.hold,
                 model=str(self.model.folder),
                 running=len(self.scheduler.rows),
                 waiting=len(self.scheduler.queue),

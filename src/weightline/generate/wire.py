@@ -10,6 +10,13 @@ from msgspec import Struct
 from weightline.types import TensorSpec
 
 
+class HeldAt(Struct, frozen=True):
+    """As the engine port's `Hold`."""
+
+    run: str
+    version: int
+
+
 class EngineState(Struct, frozen=True, kw_only=True):
     """`GET /weightline/describe`."""
 
@@ -23,6 +30,7 @@ class EngineState(Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
     aliases: dict[str, str] = {}
     proves_digests: bool = True
+    hold: HeldAt | None = None
     model: str = ""
     """The folder the engine was started from."""
     running: int = 0
@@ -58,3 +66,9 @@ class DigestsBody(Struct, frozen=True, kw_only=True):
     """Body of `POST /weightline/digests`."""
 
     names: list[str] | None = None
+
+
+class HoldBody(Struct, frozen=True, kw_only=True):
+    """Body of `POST /weightline/hold`; null releases."""
+
+    hold: HeldAt | None

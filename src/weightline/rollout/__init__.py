@@ -11,8 +11,18 @@ from typing import Any
 from weightline.rollout.check import CheckReport, check
 from weightline.rollout.engines import open_engine
 from weightline.rollout.follower import Follower
+from weightline.rollout.rollback import RollbackReport, release, rollback
 
-__all__ = ["CheckReport", "Follower", "check", "follow", "open_engine"]
+__all__ = [
+    "CheckReport",
+    "Follower",
+    "RollbackReport",
+    "check",
+    "follow",
+    "open_engine",
+    "release",
+    "rollback",
+]
 
 
 def follow(
@@ -41,7 +51,7 @@ def follow(
     from weightline.rollout.target import check_pin
     from weightline.service import connect
 
-    port = open_engine(engine, holder=f"{id}-{uuid.uuid4().hex}")
+    port = open_engine(engine, holder=f"{id}-{uuid.uuid4().hex}", runtime_dir=runtime_dir)
     try:
         line = connect(store_url)
         try:

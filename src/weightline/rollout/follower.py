@@ -30,9 +30,10 @@ from weightline.errors import (
 )
 from weightline.rollout import mapping as names
 from weightline.rollout.engines.base import EngineDescription, EnginePort, Prepared, Refit
+from weightline.rollout.hold import Holds
 from weightline.rollout.refit import RefitOutcome, run_refit
 from weightline.rollout.replica import RefitFile, Replica
-from weightline.rollout.target import choose, live_version
+from weightline.rollout.target import chosen, live_version
 from weightline.types import Verification, VersionRecord
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Follower:
         self._ack: _PendingAck | None = None
         self._doubt: _Doubt | None = None
         self._said: tuple[Any, ...] | None = None
+        self._holds = Holds(line.run)
 
     # --- the loop ---
 
@@ -121,6 +123,7 @@ class Follower:
         again."""
         try:
             engine = self.port.describe()
+            held = self._holds.seen(engine, self.port)
         except Unavailable as error:
             return self._waiting("engine", error)
         try:
@@ -129,9 +132,8 @@ class Follower:
             return self._waiting("store", error)
         self._seen = max((record.version for record in versions), default=None)
         live = live_version(engine, self.line.run, versions)
-        if live is not None:
-            self._last_served = live
-        target = choose(versions, live, at=self.at, hold=self._last_served, held=self.hold)
+        self._last_served = live if live is not None else self._last_served
+        target = chosen(versions, live, self.at, held, self._last_served, still=self.hold)
         if target is not None and target != live:
             return self._refit(engine, next(r for r in versions if r.version == target), live)
         if self._doubt is not None:
@@ -142,12 +144,11 @@ class Follower:
             if live_version(engine, self.line.run, versions) != live:
                 return 0.0
         if target is None:
-            return self._waiting("held" if self.hold and versions else "empty", None, engine=engine)
+            still = versions and (self.hold or held is not None)
+            return self._waiting("held" if still else "empty", None, engine=engine)
         return self._up_to_date(engine, next(r for r in versions if r.version == target))
 
     def _wait(self, seconds: float) -> None:
-        if self.stop.is_set():
-            return
         deadline = self._clock() + seconds
         while not self.stop.is_set() and (left := deadline - self._clock()) > 0:
             try:
@@ -369,9 +370,8 @@ class Follower:
         )
         if error is None:
             return LOOK
-        delay = BACKOFF[min(self._failures, 2)]
         self._failures += 1
-        return delay
+        return BACKOFF[min(self._failures - 1, 2)]
 
     def _say(
         self,

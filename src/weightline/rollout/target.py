@@ -59,6 +59,28 @@ def choose(
     return newest
 
 
+def chosen(
+    versions: Sequence[VersionRecord],
+    live: int | None,
+    at: int | None,
+    held: int | None,
+    last: int | None,
+    *,
+    still: bool,
+) -> int | None:
+    """The version to serve when somebody may have held the engine: `held` is where.
+
+    It goes before the follower's own `at` and `still` (its `--hold`), because it came later; `last` is what
+    the follower last saw the engine serve. A held version that was yanked or retired since is no place to
+    stay: then as `choose(held=True)`, which moves only what is yanked.
+    """
+    if held is None:
+        return choose(versions, live, at=at, hold=last, held=still)
+    if any(record.version == held and servable(record) for record in versions):
+        return held
+    return choose(versions, live, hold=last, held=True)
+
+
 def check_pin(record: VersionRecord | None, at: int) -> None:
     """Raises when no engine can be pinned to this version."""
     if record is None:

@@ -120,6 +120,7 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
             "close": self._close,
             "digests": self._digests,
             "heal": self._heal,
+            "hold": self._hold,
         }
         act = verbs.get(str(request.get("action")))
         if act is None:
@@ -163,6 +164,7 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
             "proved": weights.proved.is_set(),
             "prefix_caching": bool(self.vllm_config.cache_config.enable_prefix_caching),
             "session": None,
+            "hold": refits.hold,
         }
         if session is not None:
             answer["session"] = {
@@ -230,6 +232,12 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
         session = refits.session
         if session is not None and refits.silence(session) > session.timeout:
             self.watchdog.wake()
+        return {}
+
+    def _hold(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        _, refits = self._need()
+        hold = request["hold"]
+        refits.hold = None if hold is None else (str(hold[0]), int(hold[1]))
         return {}
 
     # Background.

@@ -65,6 +65,8 @@ class Refits:
         self.identity = Identity()
         self.quarantined = ""
         """Why the live weights are in an unknown state; empty when they are not."""
+        self.hold: tuple[str, int] | None = None
+        """Run and version at which every follower leaves the engine."""
         self.session: Session | None = None
         self.fault: Callable[[str], None] = lambda _where: None
         """Called with "apply:<n>" before write n; tests inject failures here."""

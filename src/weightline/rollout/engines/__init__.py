@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from weightline.errors import InvalidInput
-from weightline.rollout.engines.base import EngineDescription, EnginePort, Prepared, Refit
+from weightline.rollout.engines.base import EngineDescription, EnginePort, Hold, HoldingPort, Prepared, Refit
 from weightline.rollout.engines.embedded import EmbeddedEngine
 
 KINDS = ("embedded", "vllm", "sglang")
 
-__all__ = ["KINDS", "EmbeddedEngine", "EngineDescription", "EnginePort", "Prepared", "Refit", "open_engine"]
+__all__ = [
+    "KINDS",
+    "EmbeddedEngine",
+    "EngineDescription",
+    "EnginePort",
+    "Hold",
+    "HoldingPort",
+    "Prepared",
+    "Refit",
+    "open_engine",
+]
 
 
-def open_engine(engine: str, *, holder: str) -> EnginePort:
+def open_engine(engine: str, *, holder: str, runtime_dir: Path | None = None) -> EnginePort:
     """The port on the engine that `KIND=URL` names. Connects on first use.
+
+    `runtime_dir`: a folder that the engine sees under the same path, for what it is handed as a file.
 
     Raises `InvalidInput` for a kind that is unknown or has no adapter yet, and for a malformed URL.
     """
@@ -25,7 +39,7 @@ def open_engine(engine: str, *, holder: str) -> EnginePort:
     if kind == "vllm":
         from weightline.rollout.engines.vllm import VllmEngine
 
-        return VllmEngine(url, holder=holder)
+        return VllmEngine(url, holder=holder, runtime_dir=runtime_dir)
     if kind != "embedded":
         raise InvalidInput(
             f"engine kind {kind!r} has no adapter in this release",

@@ -9,11 +9,18 @@ follower may repeat it after a lost answer.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
 from weightline.types import TensorSpec, Verification
+
+
+class Hold(Struct, frozen=True):
+    """Somebody decided that an engine stays at this version of this run until it is told otherwise."""
+
+    run: str
+    version: int
 
 
 class EngineDescription(Struct, frozen=True, kw_only=True):
@@ -38,6 +45,8 @@ class EngineDescription(Struct, frozen=True, kw_only=True):
     """Tied name -> the name that owns the storage."""
     proves_digests: bool = False
     """It knows the digests of its live tensors, so a full refit may leave out those that need no change."""
+    hold: Hold | None = None
+    """Every follower brings it to that version and lets it stay there (`weightline rollback`)."""
 
 
 class Refit(Struct, frozen=True, kw_only=True):
@@ -115,4 +124,13 @@ class EnginePort(Protocol):
 
     def close(self) -> None:
         """Close connections. The engine goes on serving."""
+        ...
+
+
+@runtime_checkable
+class HoldingPort(EnginePort, Protocol):
+    """An engine that remembers a hold, so that all its followers see it."""
+
+    def set_hold(self, hold: Hold | None) -> None:
+        """Remember it until the engine ends, or until it is replaced; None releases. Idempotent."""
         ...

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from weightline.errors import ConflictError, InvalidInput, RefitError, Unavailable, WeightlineError, from_dict
-from weightline.rollout.engines.base import EngineDescription, Prepared, Refit
+from weightline.rollout.engines.base import EngineDescription, Hold, Prepared, Refit
 from weightline.types import Verification
 
 if TYPE_CHECKING:
@@ -64,8 +64,13 @@ class EmbeddedEngine:
         self._data = httpx.Timeout(data_timeout, connect=min(2.0, data_timeout))
         try:
             # No proxy from the environment: an engine is a neighbour, and a proxy would see its traffic.
+            # The server closes connections that were idle for 5 s: one about to be closed is not used again.
             self._http = httpx.Client(
-                base_url=self.url, timeout=self._control, trust_env=False, transport=transport
+                base_url=self.url,
+                timeout=self._control,
+                trust_env=False,
+                transport=transport,
+                limits=httpx.Limits(keepalive_expiry=2.0),
             )
         except httpx.InvalidURL as error:
             raise InvalidInput(
@@ -108,6 +113,9 @@ class EmbeddedEngine:
     def digests(self, names: tuple[str, ...] | None = None) -> dict[str, str]:
         body = {"names": None if names is None else list(names)}
         return self._call("POST", "/weightline/digests", _Digests, body, self._data).digests
+
+    def set_hold(self, hold: Hold | None) -> None:
+        self._call("POST", "/weightline/hold", dict, {"hold": msgspec.to_builtins(hold)})
 
     def close(self) -> None:
         self._http.close()

@@ -12,12 +12,14 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from weightline.errors import ConflictError, InvalidInput, RefitError, Unavailable
-from weightline.rollout.engines.base import EngineDescription, Prepared, Refit
+from weightline.rollout.engines.base import EngineDescription, Hold, Prepared, Refit
 from weightline.rollout.engines.vllm_file import worker_file
 from weightline.rollout.engines.vllm_wire import VllmWire
 from weightline.types import TensorSpec, Verification
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import httpx
 
 SESSION_TIMEOUT = 30.0
@@ -42,10 +44,13 @@ class VllmEngine:
         timeout: float | None = None,
         session_timeout: float | None = None,
         transport: httpx.BaseTransport | None = None,
+        runtime_dir: Path | None = None,
     ) -> None:
-        """`holder` names this follower process. `timeout` (seconds) bounds each call. Raises `InvalidInput`
-        for a URL that is none."""
-        self.wire = VllmWire(url, holder=holder, timeout=timeout, transport=transport)
+        """`holder` names this follower process. `timeout` (seconds) bounds each call; `runtime_dir` is a
+        folder that the server sees under the same path. Raises `InvalidInput` for a URL that is none."""
+        self.wire = VllmWire(
+            url, holder=holder, timeout=timeout, transport=transport, runtime_dir=runtime_dir
+        )
         self.holder = holder
         self.session_timeout = session_timeout or self._seconds(url, "session_timeout", SESSION_TIMEOUT)
         self.kv = self.wire.options.get("kv", "recompute")
@@ -95,6 +100,7 @@ class VllmEngine:
             quarantined=bool(hello["quarantined"]),
             tensors=self._tensors,
             aliases=self._aliases,
+            hold=None if hello["hold"] is None else Hold(*hello["hold"]),
         )
 
     def _hello(self) -> dict[str, Any]:
@@ -226,6 +232,9 @@ class VllmEngine:
     def close_session(self, prepared: Prepared) -> None:
         self.wire.ask("close", session=prepared.session)
         self._refits.pop(prepared.session, None)
+
+    def set_hold(self, hold: Hold | None) -> None:
+        self.wire.ask("hold", hold=None if hold is None else [hold.run, hold.version])
 
     def close(self) -> None:
         self.wire.close()

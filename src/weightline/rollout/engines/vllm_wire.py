@@ -42,6 +42,7 @@ class VllmWire:
         holder: str,
         timeout: float | None = None,
         transport: httpx.BaseTransport | None = None,
+        runtime_dir: Path | None = None,
     ) -> None:
         import httpx
 
@@ -57,6 +58,7 @@ class VllmWire:
         self._data = timeout or DATA_TIMEOUT
         self._transport = transport
         self._http = self._client()
+        self._runtime_dir = runtime_dir
         self._folder: Any = None
 
     def _client(self) -> httpx.Client:
@@ -77,7 +79,7 @@ class VllmWire:
         if self._folder is None:
             from weightline.rollout.replica import Replica
 
-            self._folder = Replica("vllm", self.holder)
+            self._folder = Replica("vllm", self.holder, parent=self._runtime_dir)
         return Path(self._folder.folder)
 
     def close(self) -> None:
