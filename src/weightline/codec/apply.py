@@ -1,5 +1,9 @@
-"""Applying a delta in place: everything is checked before the first write, and the old bits are kept on the
-way."""
+"""Applying a delta in place: refused as a whole or applied as a whole, and the old bits are kept on the way.
+
+An absolute delta is checked before its first write. One that is told relative to its base is written chunk by
+chunk as it is decoded, and taken back when its digests do not come out right: to visit each changed element a
+second time would cost as much again.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightline.codec import backend, digest
-from weightline.codec.coding import R_OLD, address_of
 from weightline.codec.decoding import decode_bits
 from weightline.codec.delta import Delta, Held, TensorChange, check_change
-from weightline.codec.dtypes import Bits, bits_dtype, bits_of, spec_of, writable_bits
+from weightline.codec.dtypes import Bits, bits_dtype, bits_of, plain_bits, spec_of, writable_bits
 from weightline.codec.scanned import Scanned
 from weightline.errors import IntegrityError, InvalidInput
 from weightline.types import TensorSpec
@@ -71,25 +74,18 @@ class _Target:
 
 
 class _Pooled:
-    """The flat memory of many tensors and their pooled changes."""
+    """Many tensors' flat memory, into which their pooled changes were decoded."""
 
-    def __init__(self, scanned: Scanned, views: dict[int, npt.NDArray[Any]]) -> None:
+    def __init__(self, scanned: Scanned) -> None:
         self.scanned = scanned
-        self.views = views
-        self._rows = []
-        for segment in scanned.segments:
-            rows = segment.rows.copy()
-            width = segment.was.itemsize
-            rows[:, R_OLD] = [address_of(views[p.tensor]) + p.start * width for p in segment.pieces]
-            self._rows.append(rows)
 
     @property
     def nbytes(self) -> int:
         return sum(segment.was.nbytes for segment in self.scanned.segments)
 
     def write(self, *, old: bool) -> None:
-        for segment, rows in zip(self.scanned.segments, self._rows, strict=True):
-            backend.engine().write(rows, segment.pos, segment.was if old else segment.now)
+        for segment in self.scanned.segments:
+            backend.engine().write(segment.rows, segment.pos, segment.was if old else segment.now)
 
     def undone(self) -> list[TensorChange]:
         changes = [self.scanned.change(name) for name in self.scanned.specs]
@@ -133,9 +129,14 @@ def _views(
 ) -> dict[str, tuple[npt.NDArray[Any], bool]]:
     """Writable views of all tensors of a delta. Raises `InvalidInput` listing every misfit."""
     faults = []
+    views: dict[str, tuple[npt.NDArray[Any], bool]] = {}
     for name, spec in specs.items():
         if name not in tensors:
             faults.append(f"missing {name!r}")
+            continue
+        plain = plain_bits(tensors[name], spec)
+        if plain is not None:
+            views[name] = plain, True
             continue
         found = spec_of(name, tensors[name])
         if found != spec:
@@ -147,7 +148,7 @@ def _views(
             f"the delta does not fit these tensors: {'; '.join(faults)}",
             hint="apply it to the weights it was made for",
         )
-    return {name: writable_bits(name, tensors[name]) for name in specs}
+    return {name: views.get(name) or writable_bits(name, tensors[name]) for name in specs}
 
 
 def _check_target(target: _Target, carried: str | None) -> None:
@@ -177,18 +178,24 @@ def _check_target(target: _Target, carried: str | None) -> None:
         )
 
 
-def _coded_writers(
+def _apply_coded(
     delta: Delta, tensors: Mapping[str, Any], digests: Mapping[str, str] | None
 ) -> tuple[list[_Writer], dict[str, str]]:
-    """A delta told relative to its base: decoding reads the old bits anyway, and checks base and result."""
+    """A delta told relative to its base: flat memory in one pass, the rest by coordinates."""
     views = _views(delta.specs, tensors)
-    bits = {name: view if flat else bits_of(tensors[name]) for name, (view, flat) in views.items()}
-    source = decode_bits(delta.source, bits, digests)
-    after = {name: pair[1] for name, pair in source.digests.items()}
+    writers: list[_Writer]
     if all(flat for _, flat in views.values()):
-        return [_Pooled(source, {source.ordinals[name]: view for name, (view, _) in views.items()})], after
-    targets = [_Target(source.change(name), *views[name]) for name in source.specs]
-    return list(targets), after
+        source = decode_bits(
+            delta.source, {name: view for name, (view, _) in views.items()}, digests, write=True
+        )
+        writers = [_Pooled(source)]
+    else:
+        bits = {name: view if flat else bits_of(tensors[name]) for name, (view, flat) in views.items()}
+        source = decode_bits(delta.source, bits, digests)
+        writers = [_Target(source.change(name), *views[name]) for name in source.specs]
+        for writer in writers:
+            writer.write(old=False)
+    return writers, {name: pair[1] for name, pair in source.digests.items()}
 
 
 def apply_(
@@ -197,32 +204,32 @@ def apply_(
     """Write a delta's changes into `tensors` (name -> numpy array or torch CPU tensor of the stored dtype)
     in place.
 
-    Everything is checked before the first write: names, shapes, dtypes, indexes; the carried digest of each
-    tensor when
-    `digests` is given (O(1)); and that the old bits and the changes lead from the base's digest to the
-    result's (O(changed)).
+    Names, shapes, dtypes, indexes and the carried digest of each tensor (`digests`, O(1)) are checked before
+    the first write; that the old bits and the changes lead from the base's digest to the result's
+    (O(changed)) before it as well for an absolute delta, and before this returns for one told relative to
+    its base, whose writes are taken back then.
     The digest of a tensor's base that is not carried is recomputed in full, at every level, unless the
     change writes the whole tensor and so needs no base.
     `check=False` leaves digests out, for an absolute delta only: for repairing a half-applied tensor, after
     which a full
     recomputation is due. Tensors that share memory under two names are fine. Returns the `Undo`.
 
-    Raises `InvalidInput` (listing all misfits) or `IntegrityError`; nothing was written then.
+    Raises `InvalidInput` (listing all misfits) or `IntegrityError`; the tensors are as they were then.
     """
-    writers: list[_Writer]
     if delta.level != "absolute":
-        writers, after = _coded_writers(delta, tensors, digests)
-    else:
-        views = _views(delta.specs, tensors)
-        writers, after = [], {}
-        for change in delta.changes():
-            check_change(change)
-            name = change.spec.name
-            target = _Target(change, *views[name])
-            if check:
-                _check_target(target, None if digests is None else digests.get(name))
-            writers.append(target)
-            after[name] = change.digest
+        coded, after = _apply_coded(delta, tensors, digests)
+        return Undo(coded, delta, after)
+    writers: list[_Writer] = []
+    views = _views(delta.specs, tensors)
+    after = {}
+    for change in delta.changes():
+        check_change(change)
+        name = change.spec.name
+        target = _Target(change, *views[name])
+        if check:
+            _check_target(target, None if digests is None else digests.get(name))
+        writers.append(target)
+        after[name] = change.digest
     for writer in writers:
         writer.write(old=False)
     return Undo(writers, delta, after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import numpy as np
@@ -81,6 +81,8 @@ def map_ordered(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         for future in pending:
             if future is not None:
                 future.cancel()
+        # What still runs works on memory that the caller may touch or free next.
+        wait([future for future in pending if future is not None])
 
 
 def ranges(count: int, chunk: int = CHUNK) -> list[tuple[int, int]]:

@@ -81,6 +81,7 @@ def _level(
         undo = read_delta(path).apply_(target, digests=digests)
         least = min(least, time.thread_time() - begin)
         undo.restore()
+        del undo  # or the next round pays for its memory
     return {
         "bytes": nbytes,
         "ratio": raw / nbytes,

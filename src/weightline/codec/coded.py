@@ -1,8 +1,10 @@
-"""Delta files at the levels "fast" and "dense", read: coded chunks that are told relative to the base."""
+"""Reading delta files at the levels "fast" and "dense": coded chunks that are told relative to the base."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -23,15 +25,16 @@ from weightline.codec.coding import (
     Rows,
     Segment,
     address_of,
-    batches,
+    cuts,
     decode,
     hits_of,
     kind_of,
-)
+    restore,
+)  # fmt: skip
 from weightline.codec.container import Mapped, broken
 from weightline.codec.delta import Delta, TensorChange
 from weightline.codec.diffing import by_dtype
-from weightline.codec.dtypes import SUPPORTED, Bits, bits_dtype, count_of, width_of
+from weightline.codec.dtypes import SUPPORTED, Bits, bits_dtype, width_of
 from weightline.codec.tables import pack, unpack
 from weightline.errors import FormatError, IntegrityError, InvalidInput
 from weightline.types import TensorSpec
@@ -45,64 +48,59 @@ class CodedFile:
         self.level = mapped.level
         self._nbytes = mapped.nbytes
         self.index = index
+        self.records = {record.name: record for record in index.tensors}
+        self._sizes = self._check_records()
         self.specs: Mapping[str, TensorSpec] = {
             r.name: TensorSpec(r.name, r.dtype, r.shape) for r in index.tensors
         }
-        self.records = {record.name: record for record in index.tensors}
         self.elements = sum(record.count for record in index.tensors)
         self._data = mapped.stream("coded")
-        self._check_records()
         self._chunks, self._classes = self._read_tables(mapped)
 
     def _broken(self, what: str) -> FormatError:
         return broken(str(self.path), what)
 
-    def _check_records(self) -> None:
-        if len(self.records) != len(self.index.tensors) or self.index.chunk_log2 != CHUNK_LOG2[self.level]:
+    def _check_records(self) -> dict[str, int]:
+        """Elements of each tensor."""
+        index, sizes = self.index, {}
+        if len(self.records) != len(index.tensors) or index.chunk_log2 != CHUNK_LOG2[self.level]:
             raise self._broken("a tensor is listed twice, or its chunks have an unknown size")
-        if len(self.index.base_check) != 16 or len(self.index.check) != 16:
+        if len(index.base_check) != 16 or len(index.check) != 16:
             raise self._broken("its digests are missing")
-        for record in self.index.tensors:
-            if record.dtype not in SUPPORTED or any(side < 0 for side in record.shape):
+        for record in index.tensors:
+            size = math.prod(record.shape)
+            if min(record.shape, default=0) < 0 or record.dtype not in SUPPORTED:
                 raise self._broken(
                     f"tensor {record.name!r} has dtype {record.dtype!r} and shape {list(record.shape)}"
                 )
-            size = count_of(self.specs[record.name])
             if not 0 <= record.count <= size:
                 raise self._broken(
                     f"tensor {record.name!r} of {size} elements declares {record.count} changes"
                 )
             if len(record.base_check) != CHECK or len(record.check) != CHECK:
                 raise self._broken(f"tensor {record.name!r} has no digest")
+            sizes[record.name] = size
+        return sizes
 
     def _read_tables(self, mapped: Mapped) -> tuple[Rows, Rows]:
         chunk = 1 << self.index.chunk_log2
-        counts = {name: -(-count_of(spec) // chunk) for name, spec in self.specs.items()}
-        expected = sum(counts.values())
+        counts = [-(-size // chunk) for size in self._sizes.values()]
+        expected = sum(counts)
         if expected > 8 * 1032 * mapped.nbytes:
             raise self._broken(f"it cannot hold {expected} chunks")
         data = mapped.stream("tables").tobytes()
         if not data:
             data = pack(np.empty((0, 4), np.int64), np.empty((0, K_FIELDS), np.int64))
         chunks, classes = unpack(data, expected, str(self.path))
-        if (
-            int(chunks[:, T_NBYTES].sum()) != self._data.size
-            or chunks[:, T_NBYTES].max(initial=0) > self._data.size
-        ):
-            raise self._broken(f"its chunks need {int(chunks[:, T_NBYTES].sum())} bytes of {self._data.size}")
+        sizes = chunks[:, T_NBYTES]
+        if int(sizes.sum()) != self._data.size or sizes.max(initial=0) > self._data.size:
+            raise self._broken(f"its chunks need {int(sizes.sum())} bytes of {self._data.size}")
         wanted = E_DENSE if self.level == "dense" else E_FAST
-        if np.isin(chunks[:, T_ENCODING], [E_DENSE + E_FAST - wanted]).any():
+        if (chunks[:, T_ENCODING] == E_DENSE + E_FAST - wanted).any():
             raise self._broken(f"a chunk is not of level {self.level}")
-        self._first: dict[str, int] = {}
-        at = 0
-        ends = np.concatenate([[0], np.cumsum(chunks[:, T_NBYTES])])
-        class_ends = np.concatenate([[0], np.cumsum(chunks[:, T_CLASSES])])
-        for name, count in counts.items():
-            self._first[name] = at
-            at += count
-        self._offsets: list[int] = ends.tolist()
-        self._encodings: list[int] = chunks[:, T_ENCODING].tolist()
-        self._class_offsets = class_ends
+        self._first = dict(zip(self._sizes, accumulate(counts, initial=0), strict=False))
+        self._offsets = np.concatenate([[0], np.cumsum(sizes)])
+        self._class_offsets = np.concatenate([[0], np.cumsum(chunks[:, T_CLASSES])])
         return chunks, classes
 
     def measure(self, base: int | None, version: int | None) -> int:  # noqa: ARG002
@@ -117,60 +115,79 @@ class CodedFile:
             hint="call delta.decoded(base), with the weights the delta is against",
         )
 
-    def decode(self, names: Sequence[str], bits: Mapping[str, Bits]) -> list[Segment]:
-        """The changes of some tensors, given their old bits. Raises `IntegrityError`."""
-        specs = [self.specs[name] for name in names]
-        size = 1 << self.index.chunk_log2
-        jobs: list[tuple[str, list[Piece], Rows, Rows]] = []
-        start_of_data = address_of(self._data) if self._data.size else 0
-        for dtype, ordinals in by_dtype(specs):
-            pieces, chunk_ids = [], []
-            for at in ordinals:
-                old, width = bits[specs[at].name], width_of(dtype)
-                first, count = self._first[specs[at].name], -(-old.size // size)
-                address = address_of(old)
-                for k in range(count):
-                    start = k * size
-                    if self._encodings[first + k] == E_NONE:
-                        continue
-                    coded = start_of_data + self._offsets[first + k]
-                    pieces.append(
-                        Piece(at, start, min(size, old.size - start), address + start * width, coded)
-                    )
-                    chunk_ids.append(first + k)
-            done = 0
+    def _table(self, names: Sequence[str], ordinals: Rows, places: Rows, elements: Rows) -> tuple[Rows, Rows]:
+        """Pieces of the changed chunks of some tensors of one dtype, as a table, and the number of each chunk
+        in the file."""
+        size, width = 1 << self.index.chunk_log2, width_of(self.specs[names[0]].dtype)
+        first = np.array([self._first[name] for name in names], np.int64)
+        counts = -(-elements // size)
+        of = np.repeat(np.arange(len(names)), counts)
+        k = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        ids = first[of] + k
+        kept = self._chunks[ids, T_ENCODING] != E_NONE
+        of, start, ids = of[kept], k[kept] * size, ids[kept]
+        table = np.empty((ids.size, len(Piece._fields)), np.int64)
+        table[:, 0], table[:, 1] = ordinals[of], start
+        table[:, 2] = np.minimum(size, elements[of] - start)
+        table[:, 3] = places[of] + start * width
+        table[:, 4] = self._offsets[ids] + (address_of(self._data) if self._data.size else 0)
+        return table, ids
+
+    def decode(self, names: Sequence[str], bits: Mapping[str, Bits], *, write: bool = False) -> list[Segment]:
+        """The changes of some tensors, given their old bits; with `write`, put into `bits`: in the same pass,
+        while the lines of each chunk are at hand, unless tensors share memory. Raises `IntegrityError`;
+        nothing is written then."""
+        places = np.array([address_of(bits[name]) for name in names], np.int64)
+        elements = np.array([self._sizes[name] for name in names], np.int64)
+        direct = write and _apart(places, np.array([bits[name].nbytes for name in names], np.int64))
+        jobs: list[tuple[str, Rows, Rows]] = []
+        for dtype, ordinals in by_dtype([self.specs[name] for name in names]):
+            at = np.array(ordinals)
+            table, ids = self._table([names[i] for i in ordinals], at, places[at], elements[at])
             # Nothing here takes scratch by the element, so batches are as large as the threads allow.
-            share = sum(piece.elements for piece in pieces) // (4 * backend.threads())
-            for batch in batches(pieces, max(share, BATCH)):
-                ids = chunk_ids[done : done + len(batch)]
-                done += len(batch)
-                jobs.append((dtype, batch, self._chunks[ids], self._classes_of(ids)))
+            share = int(table[:, 2].sum()) // (4 * backend.threads())
+            for a, b in cuts(table[:, 2].tolist(), max(share, BATCH)):
+                jobs.append((dtype, table[a:b], ids[a:b]))
+        done: list[Segment] = []
 
-        def work(job: tuple[str, list[Piece], Rows, Rows]) -> Segment:
-            dtype, batch, chunks, classes = job
-            self._check_hits(chunks, classes, batch)
-            where = f"delta file {self.path}"
-            return decode(batch, bits_dtype(dtype), kind_of(dtype), chunks, classes, where)
+        def work(job: tuple[str, Rows, Rows]) -> Segment:
+            segment = self._decode(*job, write=direct)
+            done.append(segment)
+            return segment
 
-        return list(backend.map_ordered(work, jobs))
+        try:
+            segments = list(backend.map_ordered(work, jobs))
+        except BaseException:
+            for segment in done if direct else ():
+                restore(segment)
+            raise
+        for segment in segments if write and not direct else ():
+            backend.engine().write(segment.rows, segment.pos, segment.now)
+        return segments
 
     def decode_one(self, name: str, k: int, old: Bits) -> Segment | None:
         """The changes of the k-th chunk of a tensor, given its old bits; None when it has none."""
         at = self._first[name] + k
-        if self._encodings[at] == E_NONE:
+        if self._chunks[at, T_ENCODING] == E_NONE:
             return None
-        coded = address_of(self._data) + self._offsets[at]
-        piece = Piece(0, k << self.index.chunk_log2, old.size, address_of(old), coded)
-        spec = self.specs[name]
-        chunks, classes = self._chunks[at : at + 1], self._classes_of([at])
-        self._check_hits(chunks, classes, [piece])
-        where = f"delta file {self.path}"
-        return decode([piece], bits_dtype(spec.dtype), kind_of(spec.dtype), chunks, classes, where)
+        coded = address_of(self._data) + int(self._offsets[at])
+        table = np.array([(0, k << self.index.chunk_log2, old.size, address_of(old), coded)], np.int64)
+        return self._decode(self.specs[name].dtype, table, np.array([at]))
 
-    def _check_hits(self, chunks: Rows, classes: Rows, pieces: list[Piece]) -> None:
-        counts = np.array([piece.elements for piece in pieces])
-        if (hits_of(chunks, classes, counts) > counts).any():
+    def _decode(self, dtype: str, table: Rows, ids: Rows, *, write: bool = False) -> Segment:
+        chunks, classes = self._chunks[ids], self._classes_of(ids)
+        if (hits_of(chunks, classes, table[:, 2]) > table[:, 2]).any():
             raise self._broken("a chunk declares more changes than it has elements")
+        where = f"delta file {self.path}"
+        return decode(table, bits_dtype(dtype), kind_of(dtype), chunks, classes, where, write=write)
+
+    def _classes_of(self, ids: Rows) -> Rows:
+        """Classes of some chunks, given in ascending order."""
+        run = self._classes[self._class_offsets[ids[0]] : self._class_offsets[ids[-1] + 1]]
+        if len(run) == int(self._chunks[ids, T_CLASSES].sum()):
+            return np.ascontiguousarray(run)  # empty chunks between have no classes
+        parts = [self._classes[self._class_offsets[i] : self._class_offsets[i + 1]] for i in ids.tolist()]
+        return np.ascontiguousarray(np.concatenate(parts))
 
     def check_base(self, before: Mapping[str, str]) -> None:
         """Compare digests of old tensors with what the file is against. Raises `IntegrityError`."""
@@ -180,32 +197,26 @@ class CodedFile:
         if len(before) == len(self.records) and hash_digests(before) != self.index.base_check:
             raise _foreign(next(iter(before), ""), "another")
 
-    def check_digests(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-        """Compare digests before and after with those of the file. Raises `IntegrityError`."""
-        self.check_base(before)
+    def check_after(self, after: Mapping[str, str]) -> None:
+        """Compare digests of the result with those of the file. Raises `IntegrityError`."""
         for name, found in after.items():
             if found[: 2 * CHECK] != self.records[name].check.hex():
-                raise _wrong(self, name)
+                raise self._wrong(name)
         if len(after) == len(self.records) and hash_digests(after) != self.index.check:
-            raise _wrong(self, next(iter(after), ""))
+            raise self._wrong(next(iter(after), ""))
 
-    def _classes_of(self, ids: list[int]) -> Rows:
-        if not ids:
-            return np.empty((0, K_FIELDS), np.int64)
-        run = self._classes[self._class_offsets[ids[0]] : self._class_offsets[ids[-1] + 1]]
-        if len(run) == int(self._chunks[ids, T_CLASSES].sum()):
-            return np.ascontiguousarray(run)  # empty chunks between have no classes
-        parts = [self._classes[self._class_offsets[i] : self._class_offsets[i + 1]] for i in ids]
-        return np.ascontiguousarray(np.concatenate(parts)) if parts else np.empty((0, K_FIELDS), np.int64)
+    def _wrong(self, name: str) -> IntegrityError:
+        return IntegrityError(
+            f"delta file {self.path}: tensor {name!r} does not decode to its digest",
+            hint="the file or the base is damaged; take the full version",
+        )
 
 
-def open_coded(mapped: Mapped) -> Delta:
-    """The delta of a mapped coded file. Raises `FormatError`."""
-    try:
-        index = msgspec.msgpack.decode(mapped.index, type=CodedIndex)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise broken(str(mapped.path), f"its index is no index ({error})") from None
-    return Delta(CodedFile(mapped, index), base=index.base, version=index.version)
+def _apart(places: Rows, nbytes: Rows) -> bool:
+    """Whether no two tensors share memory."""
+    order = np.argsort(places)
+    begin, end = places[order], (places + nbytes)[order]
+    return bool((end[:-1] <= begin[1:]).all())
 
 
 def _foreign(name: str, found: str) -> IntegrityError:
@@ -215,8 +226,10 @@ def _foreign(name: str, found: str) -> IntegrityError:
     )
 
 
-def _wrong(file: CodedFile, name: str) -> IntegrityError:
-    return IntegrityError(
-        f"delta file {file.path}: tensor {name!r} does not decode to its digest",
-        hint="the file or the base is damaged; take the full version",
-    )
+def open_coded(mapped: Mapped) -> Delta:
+    """The delta of a mapped coded file. Raises `FormatError`."""
+    try:
+        index = msgspec.msgpack.decode(mapped.index, type=CodedIndex)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise broken(str(mapped.path), f"its index is no index ({error})") from None
+    return Delta(CodedFile(mapped, index), base=index.base, version=index.version)

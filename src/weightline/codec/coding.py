@@ -7,7 +7,7 @@ Scratch is bounded by BATCH elements a thread. docs/codec.md specifies what the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,28 +108,37 @@ def pieces_of(tensor: int, old: Bits, new: Bits | None, chunk: int) -> Iterator[
         yield Piece(tensor, start, min(chunk, old.size - start), before + at, after + at if after else 0)
 
 
-def batches(pieces: Iterator[Piece] | Sequence[Piece], limit: int = 0) -> Iterator[list[Piece]]:
-    """Consecutive pieces of together about `limit` elements (BATCH when 0)."""
+def cuts(elements: Sequence[int], limit: int = 0) -> Iterator[tuple[int, int]]:
+    """Consecutive pieces, given their elements, as [first, last) of together about `limit` elements (BATCH
+    when 0)."""
     limit = limit or BATCH
-    batch: list[Piece] = []
-    elements = 0
-    for piece in pieces:
-        if batch and (elements + piece.elements > limit or len(batch) == BATCH_ROWS):
-            yield batch
-            batch, elements = [], 0
-        batch.append(piece)
-        elements += piece.elements
-    if batch:
-        yield batch
+    first = total = 0
+    for at, more in enumerate(elements):
+        if at > first and (total + more > limit or at - first == BATCH_ROWS):
+            yield first, at
+            first, total = at, 0
+        total += more
+    if first < len(elements):
+        yield first, len(elements)
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Consecutive pieces of together about BATCH elements."""
+    pieces = list(pieces)
+    for first, last in cuts([piece.elements for piece in pieces]):
+        yield pieces[first:last]
+
+
+def _rows(table: Rows) -> Rows:
+    rows = np.zeros((len(table), R_FIELDS), np.int64)
+    if len(table):
+        rows[:, [R_START, R_COUNT, R_OLD, R_NEW]] = table[:, 1:]
+    return rows
 
 
 def rows_of(pieces: Sequence[Piece]) -> Rows:
     """The row table of a batch; offsets and hits are still zero."""
-    rows = np.zeros((len(pieces), R_FIELDS), np.int64)
-    if pieces:
-        table = np.array(pieces, np.int64)
-        rows[:, [R_START, R_COUNT, R_OLD, R_NEW]] = table[:, 1:]
-    return rows
+    return _rows(np.array(pieces, np.int64))
 
 
 def scan(pieces: Sequence[Piece], dtype: np.dtype[Any]) -> Segment:
@@ -186,17 +195,24 @@ def hits_of(chunks: Rows, classes: Rows, counts: npt.NDArray[np.int64]) -> npt.N
     return np.asarray(np.where(chunks[:, T_ENCODING] == E_RAW, counts, hits))
 
 
+def restore(segment: Segment) -> None:
+    """Put the old bits of a decoded batch back into the memory it was decoded against."""
+    backend.engine().write(segment.rows, segment.pos, segment.was)
+
+
 def decode(
-    pieces: Sequence[Piece], dtype: np.dtype[Any], kind: Kind, chunks: Rows, classes: Rows, where: str
-) -> Segment:
-    """Decode a batch against its base. Raises `IntegrityError` for damaged bits and for a base that they do
-    not belong to."""
-    rows = rows_of(pieces)
+    table: Rows, dtype: np.dtype[Any], kind: Kind, chunks: Rows, classes: Rows, where: str,
+    *, write: bool = False,
+) -> Segment:  # fmt: skip
+    """Decode a batch (a row of `Piece`'s fields for each chunk) against its base; with `write`, into it, in
+    the same pass. Raises `IntegrityError` for damaged bits and for a base that they do not belong to; nothing
+    is written then."""
+    rows = _rows(table)
     room = int(hits_of(chunks, classes, rows[:, R_COUNT]).sum())
     pos, was, now = np.empty(room, np.uint32), np.empty(room, dtype), np.empty(room, dtype)
     lanes = np.zeros((len(rows), 2), np.uint64)
     longest = int(chunks[:, T_NBYTES].max(initial=0))
-    done = backend.engine().decode(rows, chunks, classes, kind, longest, pos, was, now, lanes)
+    done = backend.engine().decode(rows, chunks, classes, kind, write, longest, pos, was, now, lanes)
     if done <= _MEMORY:
         raise Unavailable("no memory to decode a chunk", hint="free memory and try again")
     if done <= _FOREIGN:
@@ -206,4 +222,5 @@ def decode(
     if done != len(rows):
         raise IntegrityError(f"{where}: its coded bits are damaged", hint="fetch it again")
     hits = int(rows[:, R_HITS].sum())
+    pieces = list(map(Piece._make, table.tolist()))
     return Segment(pieces, rows, pos[:hits], was[:hits], now[:hits], lanes, None)

@@ -1,4 +1,4 @@
-"""From a coded delta and its base to absolute changes: base checked, decoded, result checked."""
+"""Decoding a delta that is told relative to its base: base checked, decoded, result checked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from weightline.codec import digest
 from weightline.codec.coded import CodedFile
+from weightline.codec.coding import restore
 from weightline.codec.delta import Source, Subset
 from weightline.codec.diffing import sum_lanes
 from weightline.codec.dtypes import Bits, bits_of, spec_of
@@ -40,20 +41,30 @@ def decoded_source(source: Source, base: Mapping[str, Any], digests: Mapping[str
     return decode_bits(source, _base_bits(source, base), digests)
 
 
-def decode_bits(source: Source, bits: Mapping[str, Bits], digests: Mapping[str, str] | None) -> Scanned:
-    """The same, given the bits of tensors whose shapes are right."""
+def decode_bits(
+    source: Source, bits: Mapping[str, Bits], digests: Mapping[str, str] | None, *, write: bool = False
+) -> Scanned:
+    """The same, given the bits of tensors whose shapes are right. With `write` the new bits are put into
+    `bits` in the same pass; when the result is not what the file says, the old ones are back before this
+    raises."""
     file = source.parent if isinstance(source, Subset) else source
     if not isinstance(file, CodedFile):
         raise InvalidInput(f"level {source.level!r} cannot be decoded", hint="read the delta from its file")
     names = list(source.specs)
-    carried = {} if digests is None else {name: digests[name] for name in names if name in digests}
+    carried = {} if digests is None else digests
     before = {name: carried.get(name) or digest.digest_of(bits[name]) for name in names}
     file.check_base(before)
-    segments = file.decode(names, bits)
-    gains = sum_lanes(segments)
-    after = {}
-    for at, name in enumerate(names):
-        after[name] = digest.moved(before[name], gains[at]) if at in gains else before[name]
-    file.check_digests(before, after)
+    segments = file.decode(names, bits, write=write)
+    try:
+        gains = sum_lanes(segments)
+        after = {}
+        for at, name in enumerate(names):
+            after[name] = digest.moved(before[name], gains[at]) if at in gains else before[name]
+        file.check_after(after)
+    except BaseException:
+        if write:
+            for segment in segments:
+                restore(segment)
+        raise
     specs = [source.specs[name] for name in names]
     return Scanned(specs, segments, {name: (before[name], after[name]) for name in names})

@@ -250,6 +250,17 @@ def from_bits(bits: Bits, spec: TensorSpec) -> npt.NDArray[Any]:
     return bits.reshape(-1).view(numpy_dtype(spec.dtype)).reshape(spec.shape)
 
 
+def plain_bits(array: Any, spec: TensorSpec) -> Bits | None:
+    """A flat writable view of a numpy array that is just what `spec` says, native and in C order; None for
+    anything that needs a closer look (`spec_of`, `writable_bits`)."""
+    if type(array) is not np.ndarray or array.shape != spec.shape or array.dtype != numpy_dtype(spec.dtype):
+        return None
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned and flags.writeable):
+        return None
+    return array.reshape(-1).view(_UINT[array.itemsize])
+
+
 def writable_bits(name: str, array: Any) -> tuple[npt.NDArray[Any], bool]:
     """A writable view of a tensor's own memory as unsigned integers, and whether that view is flat.
 

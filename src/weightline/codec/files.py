@@ -309,7 +309,8 @@ class _Apply:
     def finish(self) -> None:
         """Check every digest. Raises `IntegrityError`."""
         if self._coded is not None:
-            self._coded.check_digests(self.before, self.after)
+            self._coded.check_base(self.before)
+            self._coded.check_after(self.after)
             return
         for change in self.delta.changes():
             name = change.spec.name

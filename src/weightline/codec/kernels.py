@@ -312,9 +312,11 @@ def _decode_row(
 
 
 def decode(
-    rows: Array, chunks: Array, classes: Array, kind: tuple[int, int, int], longest: int,
+    rows: Array, chunks: Array, classes: Array, kind: tuple[int, int, int], write: bool, longest: int,
     pos: Array, was: Array, now: Array, lanes: Array,
 ) -> int:  # fmt: skip
+    """With `write` a row's new bits are put into its base as soon as they are known; a failure puts the old
+    ones back."""
     del longest
     at, used = 0, 0
     for r, row in enumerate(rows):
@@ -327,10 +329,14 @@ def decode(
                 return r
             hits = _decode_row(row, chunks[r], classes[used:], kind, pos[at:], was[at:], now[at:])
             if hits < 0:
+                if write:
+                    _write(rows[:r], pos, was)
                 return -1 - r if hits == -1 else -(1 << 40) - r
             used += int(chunks[r, 2])
         row[R_OFFSET], row[R_HITS] = at, hits
         end = at + hits
+        if write and hits:
+            _write(rows[r : r + 1], pos, now)
         _digest_moves(np.uint64(row[R_START]), pos[at:end], was[at:end], now[at:end], lanes[r])
         at = end
     return len(rows)

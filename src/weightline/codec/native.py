@@ -26,7 +26,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 SOURCE = Path(__file__).with_name("native") / "codec.c"
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-w")
-_ABI = 1
+_ABI = 2
 _BUILD_SECONDS = 120
 
 
@@ -164,11 +164,11 @@ def encode(
 
 
 def decode(
-    rows: Array, chunks: Array, classes: Array, kind: tuple[int, int, int], longest: int,
+    rows: Array, chunks: Array, classes: Array, kind: tuple[int, int, int], write: bool, longest: int,
     pos: Array, was: Array, now: Array, lanes: Array,
 ) -> int:  # fmt: skip
-    done: int = _function(f"wl_decode_{was.itemsize}", 1, "pippiiiipppip")(
-        _at(rows), len(rows), _at(chunks), _at(classes), *kind, longest,
+    done: int = _function(f"wl_decode_{was.itemsize}", 1, "pippiiiiipppip")(
+        _at(rows), len(rows), _at(chunks), _at(classes), *kind, int(write), longest,
         _at(pos), _at(was), _at(now), pos.size, _at(lanes),
     )  # fmt: skip
     return done

@@ -4,6 +4,7 @@ change."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -32,11 +33,16 @@ class Scanned:
         self.encoded = encoded
         """Level at which the segments carry their coded form."""
         self.specs: Mapping[str, TensorSpec] = {spec.name: spec for spec in specs if spec.name in digests}
-        self._places: dict[int, list[tuple[int, int]]] = {}
-        for s, segment in enumerate(segments):
-            for r in np.flatnonzero(segment.rows[:, R_HITS]).tolist():
-                self._places.setdefault(segment.pieces[r].tensor, []).append((s, r))
         self.elements = sum(int(segment.rows[:, R_HITS].sum()) for segment in segments)
+
+    @cached_property
+    def _places(self) -> dict[int, list[tuple[int, int]]]:
+        """Segment and row of each chunk with changes, by tensor."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for s, segment in enumerate(self.segments):
+            for r in np.flatnonzero(segment.rows[:, R_HITS]).tolist():
+                places.setdefault(segment.pieces[r].tensor, []).append((s, r))
+        return places
 
     def measure(self, base: int | None, version: int | None) -> int:
         """Bytes of the file at the level it was made for."""

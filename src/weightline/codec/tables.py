@@ -54,6 +54,8 @@ def varints(values: Ints) -> bytes:
 def unvarints(data: bytes, where: str) -> Ints:
     """The inverse, for integers below 2^62. Raises `FormatError`."""
     raw = np.frombuffer(data, np.uint8)
+    if raw.max(initial=0) < 128:
+        return raw.astype(np.int64)
     ends = np.flatnonzero(raw < 128)
     if raw.size and (ends.size == 0 or ends[-1] != raw.size - 1):
         raise broken(where, "a table ends inside a number")

@@ -32,5 +32,5 @@ def _at_width(dtype: np.dtype[np.unsignedinteger]) -> None:
         out, sizes = np.zeros(4096, np.uint64), np.zeros(2, np.int64)
         kernels.encode(rows, pos, was, now, Kind(0, 0, 0), dense, chunks, classes, out, sizes)
         back = rows_of([Piece(0, 0, 64, old.ctypes.data, out.ctypes.data)])
-        kernels.decode(back, chunks, classes, Kind(0, 0, 0), 64, pos, was, now, lanes)
+        kernels.decode(back, chunks, classes, Kind(0, 0, 0), False, 64, pos, was, now, lanes)
         kernels.write(back, pos, now)

@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX2__) || defined(__AVX512BW__)
+#if defined(__LZCNT__) || defined(__AVX2__) || defined(__AVX512BW__)
 #include <immintrin.h>
 #endif
 
@@ -33,6 +33,7 @@ typedef uint32_t u32;
 #define EXCEPTIONS 2      /* runs of one-unit steps between others */
 #define PLAIN 3           /* new bits as they are */
 #define MAXCLASSES 256
+#define AHEAD 256         /* changes whose memory is asked for ahead */
 #define OVERHEAD (28 << 8) /* what a class costs in the tables, in 1/256 bit */
 enum { E_NONE, E_FAST, E_DENSE, E_RAW };
 enum { R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS, R_FIELDS };            /* rows of a scan */
@@ -41,7 +42,11 @@ enum { K_LO, K_HI, K_N, K_K, K_MODE, K_R, K_X, K_FIELDS };                      
 
 static inline u64 mix0(u64 i, u64 b) { u64 x = i * A0 + S0 + b * B0; x = (x ^ (x >> 32)) * C0; return x ^ (x >> 32); }
 static inline u64 mix1(u64 i, u64 b) { u64 x = i * A1 + S1 + b * B1; x = (x ^ (x >> 32)) * C1; return x ^ (x >> 32); }
+#ifdef __LZCNT__
+static inline int bitlen(u64 x) { return 64 - (int)_lzcnt_u64(x); } /* most steps are 0 less one: a branch here is missed often */
+#else
 static inline int bitlen(u64 x) { return x ? 64 - __builtin_clzll(x) : 0; }
+#endif
 
 /* log2(x) in 1/256, x >= 1: exponent and a linear fraction. Integers only, so that every backend decides alike. */
 static inline i64 lg(u64 x) { int h = bitlen(x) - 1; u64 f = h >= 8 ? x >> (h - 8) : x << (8 - h); return (i64)h * 256 + (i64)(f & 255); }
@@ -90,9 +95,8 @@ static i64 put_gaps(u64 *out, i64 at, const u32 *g, i64 n, int k) {
     for (i64 i = 0; i < n; i++) { put(out, at, g[i] & low, k); at += k; }
     return at;
 }
-/* Returns the bit after the run, or -1 when the bits end first or a gap is no number of 31 bits. */
-static i64 get_gaps(const u64 *in, i64 at, i64 bits, u32 *g, i64 n, int k) {
-    if (!n) return at;
+/* The quotients of a run, shifted. Returns the bit after them, or -1: the bits end before the run does, or a gap is no number of 31 bits. */
+static i64 get_quotients(const u64 *in, i64 at, i64 bits, u32 *g, i64 n, int k) {
     if (at + n > bits || k < 0 || k > MAXK) return -1;
     i64 words = (bits + 63) >> 6, w = at >> 6, before = at;
     u64 now = in[w] & (~0ull << (at & 63));
@@ -105,11 +109,48 @@ static i64 get_gaps(const u64 *in, i64 at, i64 bits, u32 *g, i64 n, int k) {
         g[i] = (u32)q << k;
         before = b + 1;
     }
-    at = before;
-    if (at + n * k > bits) return -1;
+    return before + n * k > bits ? -1 : before;
+}
+/* Returns the bit after the run, or -1. */
+static i64 get_gaps(const u64 *in, i64 at, i64 bits, u32 *g, i64 n, int k) {
+    if (!n) return at;
+    if ((at = get_quotients(in, at, bits, g, n, k)) < 0) return -1;
     u64 mask = (1ull << k) - 1;
     if (k) for (i64 i = 0; i < n; i++) g[i] |= (u32)peek(in, at + i * k, mask);
     return at + n * k;
+}
+/* The same, as positions below `total`; `g` is scratch. */
+static i64 get_positions(const u64 *in, i64 bits, u32 *g, u32 *pos, i64 n, int k, i64 total) {
+    i64 at = get_quotients(in, 0, bits, g, n, k), p = -1;
+    if (at < 0) return -1;
+    u64 mask = (1ull << k) - 1;
+    for (i64 i = 0; i < n; i++) { p += (i64)(g[i] | (u32)peek(in, at + i * k, mask)) + 1; pos[i] = (u32)p; }
+    return p < total ? at + n * k : -1;
+}
+
+/* A run of n single bits, given one a byte (0 or 1). */
+static i64 put_signs(u64 *out, i64 at, const uint8_t *sign, i64 n) {
+    i64 i = 0;
+    for (; i + 8 <= n; i += 8) {
+        u64 v;
+        memcpy(&v, sign + i, 8);
+        put(out, at + i, (v * 0x0102040810204080ull) >> 56, 8); /* bytes of 0 or 1 to bits, first byte lowest */
+    }
+    for (; i < n; i++) out[(at + i) >> 6] |= (u64)sign[i] << ((at + i) & 63);
+    return at + n;
+}
+/* A run of n single bits, one a byte. `in` is padded, and so is what lies behind `sign`. */
+static void get_signs(const u64 *in, i64 at, uint8_t *sign, i64 n) {
+    for (i64 i = 0; i < n; i += 64) {
+        i64 w = (at + i) >> 6; int s = (at + i) & 63;
+        u64 v = in[w] >> s;
+        if (s && i + 64 - s < n) v |= in[w + 1] << (64 - s);
+#ifdef __AVX512BW__
+        if (i + 64 <= n) { _mm512_storeu_si512(sign + i, _mm512_maskz_set1_epi8(v, 1)); continue; }
+#endif
+        i64 end = n - i < 64 ? n - i : 64;
+        for (i64 k = 0; k < end; k++) sign[i + k] = (uint8_t)(v >> k & 1);
+    }
 }
 
 #define CAT_(a, b) a##_##b
@@ -137,7 +178,7 @@ static i64 get_gaps(const u64 *in, i64 at, i64 bits, u32 *g, i64 n, int k) {
 #undef W
 #undef U
 
-int wl_abi(void) { return 1; }
+int wl_abi(void) { return 2; }
 
 #else /* ------------------------------------------------------------------ once for each width */
 
@@ -337,7 +378,7 @@ static i64 FN(get_values)(const u64 *in, i64 at, i64 bits, U *m, i64 n, int r) {
 typedef struct { u32 *gaps, *other; U *m, *x; uint8_t *sign, *class_of; } FN(scratch);
 
 static int FN(take)(FN(scratch) *s, i64 room) {
-    char *p = malloc((size_t)room * (4 + 4 + 2 * W + 2) + 64);
+    char *p = malloc((size_t)room * (4 + 4 + 2 * W + 2) + 192); /* vectors read past the last step */
     if (!p) return 0;
     s->gaps = (u32 *)p;
     s->m = (U *)(p + room * 8); s->x = s->m + room;
@@ -346,10 +387,20 @@ static int FN(take)(FN(scratch) *s, i64 room) {
     return 1;
 }
 
+/* The steps of a run that are not one unit, less one, and the gaps between them; returns how many. `x` and `g` have a place to spare. */
+static i64 FN(find_others)(const U *m, i64 n, U *x, u32 *g) {
+    i64 others = 0, next = 0;
+    for (i64 i = 0; i < n; i++) {
+        x[others] = (U)(m[i] - 1); g[others] = (u32)(i - next);
+        next = m[i] ? i + 1 : next;
+        others += m[i] != 0;
+    }
+    return others;
+}
+
 /* How one class of n steps is coded best: sets K_MODE, K_R, K_X; returns the bits, signs included. */
 static i64 FN(choose_values)(const U *m, i64 n, i64 *row, U *x, u32 *g) {
-    i64 others = 0, last = -1;
-    for (i64 i = 0; i < n; i++) if (m[i]) { x[others] = (U)(m[i] - 1); g[others] = (u32)(i - last - 1); last = i; others++; }
+    i64 others = FN(find_others)(m, n, x, g);
     row[K_R] = row[K_X] = 0;
     if (!others) { row[K_MODE] = ONES; return n; }
     i64 plain = n * BITS, rice, gaps, exceptions = -1;
@@ -482,14 +533,16 @@ static i64 FN(encode_chunk)(const U *base, const U *neu, i64 total, const u32 *p
     memset(chunk, 0, T_FIELDS * sizeof(i64));
     if (!n) return 0;
     i64 hits[256] = {0}, ones[256] = {0}, bits[256] = {0}, all[256] = {0};
+    u64 both[256] = {0}; /* ones, and bits above: one counter is quicker than two */
     for (i64 j = 0; j < n; j++) {
         U d = (U)(FN(order)(is[j], is_float) - FN(order)(was[j], is_float));
         U down = (U)(0 - (U)(d >> (BITS - 1)));
         U size = (U)((U)((d ^ down) - down) - 1);
         int e = FN(expo)(was[j], shift, mask);
         s->class_of[j] = (uint8_t)e;
-        hits[e]++; ones[e] += size == 0; bits[e] += bitlen(size);
+        hits[e]++; both[e] += (u64)(size == 0) + ((u64)bitlen(size) << 32);
     }
+    for (int e = 0; e < 256; e++) { ones[e] = (i64)(u32)both[e]; bits[e] = (i64)(both[e] >> 32); }
     if (dense) {
         i64 stride = (total >> 16) | 1;
         for (i64 i = 0; i < total; i += stride) all[FN(expo)(base[i], shift, mask)] += stride;
@@ -549,11 +602,10 @@ static i64 FN(encode_chunk)(const U *base, const U *neu, i64 total, const u32 *p
         if (row[K_MODE] == PLAIN) {
             for (i64 i = 0, j = 0; i < m; j++) if (map[s->class_of[j]] == c) { put(out, bit, is[j], BITS); bit += BITS; i++; }
         } else {
-            for (i64 i = 0; i < m; i++) { out[bit >> 6] |= (u64)s->sign[at + i] << (bit & 63); bit++; }
+            bit = put_signs(out, bit, s->sign + at, m);
             if (row[K_MODE] == RICE) bit = FN(put_values)(out, bit, v, m, (int)row[K_R]);
             if (row[K_MODE] == EXCEPTIONS) {
-                i64 others = 0, last = -1;
-                for (i64 i = 0; i < m; i++) if (v[i]) { s->x[others] = (U)(v[i] - 1); s->other[others] = (u32)(i - last - 1); last = i; others++; }
+                i64 others = FN(find_others)(v, m, s->x, s->other);
                 bit = put_gaps(out, bit, s->other, others, (int)(row[K_R] >> 8));
                 bit = FN(put_values)(out, bit, s->x, others, (int)(row[K_R] & 255));
             }
@@ -638,9 +690,71 @@ static i64 FN(find_ranks)(const U *base, i64 total, int shift, int mask, const u
     return hits;
 }
 
-/* One chunk against its base. Returns the hits, -1: the bits are damaged, -2: they do not belong to this base. */
-static i64 FN(decode_chunk)(const U *base, i64 total, const u64 *in, i64 bits, const i64 *chunk, const i64 *cls, int is_float, int shift,
-                            int mask, FN(scratch) *s, u32 *pos, U *was, U *is, i64 room) {
+/* New bits of n changes from their old ones and the next steps of their classes: fill[c] is the next step of class c. Returns 0 when a
+ * change is of no class, or of one whose steps are used up. */
+static int FN(take_steps)(const U *was, U *is, i64 n, const uint8_t *map, i64 count, int is_float, int shift, int mask,
+                          const FN(scratch) *s, i64 *fill, const i64 *end) {
+    i64 j = 0;
+#if W == 2 && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__)
+    /* 64 at a time: the steps of a class lie in a row, so they are expanded to the places that its mask has. */
+    if (count <= 16) {
+        const __m512i t0 = _mm512_loadu_si512(map), t1 = _mm512_loadu_si512(map + 64), t2 = _mm512_loadu_si512(map + 128),
+                      t3 = _mm512_loadu_si512(map + 192), ones = _mm512_set1_epi16(1), top = _mm512_set1_epi16((short)0x8000);
+        const __m512i field = _mm512_set1_epi16((short)mask);
+        const __m128i by = _mm_cvtsi32_si128(shift);
+        for (; j + 64 <= n; j += 64) {
+            __m512i u[2], size[2], plain[2];
+            __m512i sign = _mm512_setzero_si512();
+            for (int h = 0; h < 2; h++) { u[h] = _mm512_loadu_si512(was + j + 32 * h); size[h] = _mm512_setzero_si512(); }
+            __m512i e = _mm512_inserti64x4(
+                _mm512_castsi256_si512(_mm512_cvtepi16_epi8(_mm512_and_si512(_mm512_srl_epi16(u[0], by), field))),
+                _mm512_cvtepi16_epi8(_mm512_and_si512(_mm512_srl_epi16(u[1], by), field)), 1);
+            __m512i class = _mm512_mask_blend_epi8(_mm512_movepi8_mask(e), _mm512_permutex2var_epi8(t0, e, t1),
+                                                   _mm512_permutex2var_epi8(t2, e, t3));
+            u64 seen = 0;
+            for (int c = 0; c < (int)count; c++) {
+                u64 m = _mm512_cmpeq_epi8_mask(class, _mm512_set1_epi8((char)c));
+                i64 t = fill[c], low = __builtin_popcountll((u32)m), all = low + __builtin_popcountll(m >> 32);
+                if (t + all > end[c]) return 0;
+                seen |= m;
+                size[0] = _mm512_or_si512(size[0], _mm512_maskz_expand_epi16((__mmask32)m, _mm512_loadu_si512(s->m + t)));
+                size[1] = _mm512_or_si512(size[1], _mm512_maskz_expand_epi16((__mmask32)(m >> 32), _mm512_loadu_si512(s->m + t + low)));
+                sign = _mm512_or_si512(sign, _mm512_maskz_expand_epi8(m, _mm512_loadu_si512(s->sign + t)));
+                fill[c] = t + all;
+            }
+            if (~seen) return 0;
+            u64 down = _mm512_test_epi8_mask(sign, _mm512_set1_epi8(1)), whole = _mm512_test_epi8_mask(sign, _mm512_set1_epi8(2));
+            for (int h = 0; h < 2; h++) {
+                __mmask32 d = (__mmask32)(down >> (32 * h)), w = (__mmask32)(whole >> (32 * h));
+                __m512i step = _mm512_add_epi16(size[h], ones), v = u[h];
+                plain[h] = size[h];
+                step = _mm512_mask_sub_epi16(step, d, _mm512_setzero_si512(), step);
+                if (is_float) v = _mm512_xor_si512(v, _mm512_or_si512(_mm512_srai_epi16(v, 15), top));
+                v = _mm512_add_epi16(v, step);
+                if (is_float) v = _mm512_xor_si512(v, _mm512_or_si512(_mm512_xor_si512(_mm512_srai_epi16(v, 15), _mm512_set1_epi16(-1)), top));
+                _mm512_storeu_si512(is + j + 32 * h, _mm512_mask_blend_epi16(w, v, plain[h]));
+            }
+        }
+    }
+#endif
+    /* Signs are coin tosses: no branch may depend on one. */
+    for (; j < n; j++) {
+        int c = map[FN(expo)(was[j], shift, mask)];
+        i64 t = fill[c];
+        if ((c >= count) | (t >= end[c])) return 0;
+        fill[c] = t + 1;
+        U down = (U)(0 - (U)(s->sign[t] & 1)); /* all ones: down */
+        U size = (U)(s->m[t] + 1);
+        U moved = FN(disorder)((U)(FN(order)(was[j], is_float) + (U)((size ^ down) - down)), is_float);
+        is[j] = s->sign[t] & 2 ? s->m[t] : moved;
+    }
+    return 1;
+}
+
+/* One chunk against its base, and into it if `write`. Returns the hits, -1: the bits are damaged, -2: they do not belong to this base;
+ * the base is as it was then. */
+static i64 FN(decode_chunk)(U *base, i64 total, const u64 *in, i64 bits, const i64 *chunk, const i64 *cls, int is_float, int shift,
+                            int mask, int write, FN(scratch) *s, u32 *pos, U *was, U *is, i64 room) {
     i64 count = chunk[T_CLASSES], n = 0, start[MAXCLASSES + 1], end[MAXCLASSES + 1], fill[MAXCLASSES + 1];
     uint8_t map[256];
     if (count < 1 || count > MAXCLASSES) return -1;
@@ -656,9 +770,7 @@ static i64 FN(decode_chunk)(const U *base, i64 total, const u64 *in, i64 bits, c
     if (n > room) return -1;
     i64 at = 0;
     if (chunk[T_ENCODING] == E_FAST) {
-        if ((at = get_gaps(in, 0, bits, s->gaps, n, (int)chunk[T_K])) < 0) return -1;
-        i64 p = -1;
-        for (i64 j = 0; j < n; j++) { p += (i64)s->gaps[j] + 1; if (p >= total) return -1; pos[j] = (u32)p; }
+        if ((at = get_positions(in, bits, s->gaps, pos, n, (int)chunk[T_K], total)) < 0) return -1;
     } else {
         for (i64 c = 0; c < count; c++)
             if ((at = get_gaps(in, at, bits, s->gaps + start[c], end[c] - start[c], (int)cls[c * K_FIELDS + K_K])) < 0) return -1;
@@ -675,7 +787,8 @@ static i64 FN(decode_chunk)(const U *base, i64 total, const u64 *in, i64 bits, c
             for (i64 i = 0; i < m; i++) { v[i] = (U)get(in, at, BITS); at += BITS; sign[i] = 2; }
             continue;
         }
-        for (i64 i = 0; i < m; i++) { sign[i] = (uint8_t)(in[at >> 6] >> (at & 63) & 1); at++; }
+        get_signs(in, at, sign, m);
+        at += m;
         if (row[K_MODE] == RICE) {
             if ((at = FN(get_values)(in, at, bits, v, m, (int)row[K_R])) < 0) return -1;
         } else if (row[K_MODE] == ONES || row[K_MODE] == EXCEPTIONS) {
@@ -693,28 +806,24 @@ static i64 FN(decode_chunk)(const U *base, i64 total, const u64 *in, i64 bits, c
     if (bits - at >= 8) return -1;
     memcpy(fill, start, (size_t)count * sizeof(i64));
     fill[count] = end[count] = 0; /* contexts of no class */
-    for (i64 j = 0; j < n; j++) was[j] = base[pos[j]];
-    /* Signs are coin tosses: no branch may depend on one. */
-    int c_max = 0, full = 0;
-    for (i64 j = 0; j < n; j++) {
-        int c = map[FN(expo)(was[j], shift, mask)];
-        c_max |= c >= count;
-        i64 t = fill[c];
-        full |= t >= end[c];
-        fill[c] = t + 1;
-        if (full | c_max) return -2;
-        U down = (U)(0 - (U)(s->sign[t] & 1)); /* all ones: down */
-        U size = (U)(s->m[t] + 1);
-        U moved = FN(disorder)((U)(FN(order)(was[j], is_float) + (U)((size ^ down) - down)), is_float);
-        is[j] = s->sign[t] & 2 ? s->m[t] : moved;
+    for (i64 b = 0; b < n; b += AHEAD) {
+        i64 e = b + AHEAD < n ? b + AHEAD : n, f = e + AHEAD < n ? e + AHEAD : n;
+        for (i64 j = e; j < f; j++) __builtin_prefetch(base + pos[j], 1);
+        for (i64 j = b; j < e; j++) was[j] = base[pos[j]];
+        if (!FN(take_steps)(was + b, is + b, e - b, map, count, is_float, shift, mask, s, fill, end)) {
+            if (write) for (i64 j = 0; j < b; j++) base[pos[j]] = was[j];
+            return -2;
+        }
+        if (write) for (i64 j = b; j < e; j++) base[pos[j]] = is[j];
     }
     return n;
 }
 
 /* Rows in turn (R_NEW: address of the chunk's coded bytes). Sets R_OFFSET, R_HITS and lanes; returns rows done (fewer: no room left),
- * or -1 - row: damaged, -(1 << 40) - row: not this base, -(1 << 41): no memory. */
-i64 FN(wl_decode)(i64 *rows, i64 count, const i64 *chunks, const i64 *cls, i64 is_float, i64 shift, i64 mask, i64 longest, u32 *pos,
-                  U *was, U *is, i64 room, u64 *lanes) {
+ * or -1 - row: damaged, -(1 << 40) - row: not this base, -(1 << 41): no memory. With `write` the new bits are put into the base at once,
+ * while its lines are at hand; a failure puts the old bits back first. */
+i64 FN(wl_decode)(i64 *rows, i64 count, const i64 *chunks, const i64 *cls, i64 is_float, i64 shift, i64 mask, i64 write, i64 longest,
+                  u32 *pos, U *was, U *is, i64 room, u64 *lanes) {
     i64 most = 0, at = 0, used = 0, r = 0, bad = 0;
     for (i64 i = 0, c = 0; i < count; i++) {
         i64 hits = 0, total = rows[i * R_FIELDS + R_COUNT];
@@ -730,15 +839,17 @@ i64 FN(wl_decode)(i64 *rows, i64 count, const i64 *chunks, const i64 *cls, i64 i
         i64 *row = rows + r * R_FIELDS;
         const i64 *chunk = chunks + r * T_FIELDS;
         i64 total = row[R_COUNT], nbytes = chunk[T_NBYTES], hits = 0;
-        const U *base = (const U *)row[R_OLD];
+        U *base = (U *)row[R_OLD];
         if (chunk[T_ENCODING] != E_NONE) {
             i64 bound = total;
             if (chunk[T_ENCODING] != E_RAW) { bound = 0; for (i64 c = 0; c < chunk[T_CLASSES]; c++) bound += cls[(used + c) * K_FIELDS + K_N]; }
             if (at + bound > room) break;
             memcpy(in, (const void *)row[R_NEW], (size_t)nbytes);
             memset((char *)in + nbytes, 0, 24);
-            if (chunk[T_ENCODING] == E_RAW) hits = nbytes == total * W ? FN(scan_chunk)(base, (const U *)in, total, pos + at, was + at, is + at) : -1;
-            else hits = FN(decode_chunk)(base, total, in, nbytes * 8, chunk, cls + used * K_FIELDS, (int)is_float, (int)shift, (int)mask, &s, pos + at, was + at, is + at, room - at);
+            if (chunk[T_ENCODING] == E_RAW) {
+                hits = nbytes == total * W ? FN(scan_chunk)(base, (const U *)in, total, pos + at, was + at, is + at) : -1;
+                if (write && hits >= 0) memcpy(base, in, (size_t)nbytes);
+            } else hits = FN(decode_chunk)(base, total, in, nbytes * 8, chunk, cls + used * K_FIELDS, (int)is_float, (int)shift, (int)mask, (int)write, &s, pos + at, was + at, is + at, room - at);
             if (hits < 0) { bad = hits == -1 ? -1 - r : -((i64)1 << 40) - r; break; }
             used += chunk[T_CLASSES];
         }
@@ -748,6 +859,7 @@ i64 FN(wl_decode)(i64 *rows, i64 count, const i64 *chunks, const i64 *cls, i64 i
         at += hits;
     }
     free(in); free(s.gaps);
+    if (bad && write) FN(wl_write)(rows, r, pos, was);
     return bad ? bad : r;
 }
 
