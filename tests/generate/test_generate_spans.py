@@ -333,3 +333,23 @@ def test_stopping_the_engine_ends_every_request(models: Any, engines: Any) -> No
     assert [c.wait().finish_reason for c in (first, *collectors)] == ["abort"] * 5
     with pytest.raises(Unavailable, match="stopping"):
         start(engine, PROMPT)
+
+
+def test_a_drain_ends_when_its_last_running_request_is_aborted(models: Any, engines: Any) -> None:
+    engine = engines(models("qwen3", marker=True), max_num_seqs=1)
+    running, waiting = Collector(), Collector()
+    started = threading.Event()
+    running.on_tokens[2] = started.set
+    start(engine, PROMPT, running, max_tokens=80, request_id="one")
+    start(engine, PROMPT, waiting, max_tokens=80)
+    assert started.wait(60)
+    # In one command, so that no step comes in between: the drain begins, and its only request is aborted.
+    from concurrent.futures import Future
+
+    done: Future[None] = Future()
+    engine.call(lambda: (engine._pause("wait", True, done), engine._abort(lambda r: r.external_id == "one")))
+    done.result(30)
+    assert engine.paused
+    assert running.wait().finish_reason == "abort"
+    engine.resume()
+    assert waiting.wait().finish_reason == "length"

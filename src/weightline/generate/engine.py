@@ -193,6 +193,8 @@ class Engine:
                 self.scheduler.queue.remove(request)
             for sequence in request.live:
                 self.stepper.finish(sequence, reason)
+        if self._state == "draining" and not self.scheduler.rows and not self._stopping:
+            self._now_paused()  # no step comes any more that would notice
         return len(found)
 
     # Pausing.

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from weightline.errors import RefitError
+from weightline.errors import RefitError, Unavailable
 from weightline.testing import acceptance
 from weightline.testing.acceptance import Stage
 from weightline.testing.client import Client, OutputMode, open_client
@@ -31,7 +31,7 @@ FLAT = 0.05
 FLAT_BYTES = 32 << 20
 """Growth below this is never a finding."""
 
-_REFITS = "the engine takes every version that the follower brings"
+_COMPLETED = "the engine answers, and takes every version, until the end"
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -77,6 +77,7 @@ def run(
     try:
         if options.output_modes is not None:
             client.output_modes = tuple(m for m in client.output_modes if m in options.output_modes)
+        client.label()  # is it there at all?
         folder = model or client.model_folder()
         base, config = load_folder(folder)
         plain, kv = (MarkerModel(base, config, kind=k) for k in ("plain", "kv"))
@@ -87,9 +88,11 @@ def run(
             try:
                 _checks(client, swaps, plain, kv, options, found, figures, say)
                 swaps.swap(None, 0, base, OWN)
-            except RefitError as error:
+            except (RefitError, Unavailable) as error:
                 # What was found so far is worth more than a traceback; nothing after it would mean anything.
-                found.add("refits", _REFITS, False, error.message)
+                found.add("completed", _COMPLETED, False, error.message)
+            else:
+                found.add("completed", _COMPLETED, True)
             finally:
                 swaps.close()
     finally:
@@ -139,7 +142,7 @@ def _checks(
         for name in Tally.__struct_fields__:
             figures[name] = sum(getattr(run.judge.tally, name) for run in runs)
         figures["swaps"] = len(runs) * load.swaps
-    found.add("refits", _REFITS, not swaps.refusals, str(swaps.refusals[:1]))
+    found.add("refits", "no refit was refused on the way", not swaps.refusals, str(swaps.refusals[:1]))
     if options.pid is not None:
         resident = [size for run in runs for size in run.resident]
         _flat(found, resident)

@@ -8,6 +8,7 @@ outputs, and would be named beside them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -59,21 +60,25 @@ def explanations(claim: Claim) -> set[str]:
 
 
 def _by_chunk(claim: Claim) -> bool:
+    """Whether each chunk has one label: that of its first token, or one read when it went out, which is
+    after its last token and before the first of the next chunk."""
+    truth, claimed = claim.truth, claim.claimed
+    last = max(claim.ceiling, truth[-1])
     if not claim.chunks:
-        here, there = _boundaries(claim.claimed), _boundaries(claim.truth)
-        return len(here) == len(there) and all(abs(a - b) <= _FAR for a, b in zip(here, there, strict=True))
-    at = 0
-    for size in claim.chunks:
-        inside = set(claim.claimed[at : at + size])
-        true = claim.truth[at : at + size]
-        if len(inside) > 1 or (inside and not inside <= {true[0], true[-1]}):
+        # Chunks inside the engine, of an unknown size: labels from a little later.
+        later = (*truth[_FAR:], *[last] * min(_FAR, len(truth)))
+        return all(t <= c <= most for t, c, most in zip(truth, claimed, later, strict=True))
+    ends = list(itertools.accumulate(claim.chunks))
+    for start, end in zip([0, *ends], ends, strict=False):
+        if start == end:
+            continue
+        label = claimed[start]
+        until = truth[end] if end < len(truth) else last
+        if set(claimed[start:end]) != {label} or not (
+            label == truth[start] or truth[end - 1] <= label <= until
+        ):
             return False
-        at += size
-    return at == len(claim.truth)
-
-
-def _boundaries(versions: Sequence[int]) -> list[int]:
-    return [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
+    return ends[-1] == len(truth)
 
 
 def name(claims: Sequence[Claim]) -> dict[str, list[Claim]]:

@@ -12,6 +12,7 @@ from weightline.core import spans
 from weightline.errors import InvalidInput
 from weightline.testing import faults
 from weightline.testing.client import Output, Reply
+from weightline.testing.marker import MarkerModel
 from weightline.testing.report import Findings
 from weightline.testing.swaps import Mark, Swaps
 
@@ -51,8 +52,8 @@ class Tally(Struct):
 class Judge:
     """Collects verdicts from several threads; `report` turns them into checks."""
 
-    def __init__(self, swaps: Swaps) -> None:
-        self.swaps = swaps
+    def __init__(self, swaps: Swaps, model: MarkerModel) -> None:
+        self.swaps, self.model = swaps, model
         self.tally = Tally()
         self.claims: list[faults.Claim] = []
         self.faults: dict[str, list[str]] = {}
@@ -133,7 +134,8 @@ class Judge:
                 "labels.exact", reply, f"tokens of versions {_runs(truth)} claimed as {_runs(versions)}"
             )
             chunks = tuple(output.chunks)
-            self.claims.append(faults.Claim(truth, versions, chunks, sent.floor, ceiling))
+            if all(truth):
+                self.claims.append(faults.Claim(truth, versions, chunks, sent.floor, ceiling))
         if versions and (versions[0] < sent.floor or versions[-1] > ceiling):
             text = f"versions {_runs(versions)}, but {sent.floor} to {ceiling} were live while it ran"
             self._fault("labels.live", reply, text)
@@ -146,7 +148,7 @@ class Judge:
     ) -> tuple[tuple[int, ...], list[bool]]:
         """The version that each token says it comes from (0: none that could be), and whether its KV was
         mixed."""
-        by_version = {m.version: m for m in self.swaps.marks.values()}
+        by_version = {m.version: m for m in self.swaps.marks.values() if m.model is self.model}
         truth, stale = [], []
         for token, claim in zip(tokens, claimed, strict=True):
             found, mixed = 0, False
@@ -158,7 +160,7 @@ class Judge:
                 if token == mark.token:
                     found, mixed = version, False
                     break
-                if mark.model is not None and mark.model.kind == "kv" and token == mark.token + 1:
+                if self.model.kind == "kv" and token == mark.token + 1:
                     found, mixed = version, True
                     break
             truth.append(found)
@@ -177,7 +179,7 @@ class Judge:
             if not mixed:
                 continue
             text = f"token {at} of version {version} attended to KV of another one"
-            if late:
+            if late or truth[0] == version:  # it never ran under another version
                 self._fault("kv.fresh" if sent.fresh else "kv.prefix-cache", reply, text)
             else:
                 self._fault("kv.recomputed", reply, text)
@@ -186,11 +188,9 @@ class Judge:
 
     def _provenance(self, reply: Reply, output: Output, truth: tuple[int, ...], stale: list[bool]) -> None:
         """`kv_weight_versions`, where an engine has it, against what the last token saw."""
-        if not output.kv_spans or not truth or not truth[-1]:
+        if self.model.kind != "kv" or not output.kv_spans or not truth or not truth[-1]:
             return
         mark = next(m for m in self.swaps.marks.values() if m.version == truth[-1])
-        if mark.model is None or mark.model.kind != "kv":
-            return
         if output.finish[0] == "abort" or output.kv_spans[-1]["end"] < len(reply.ask.prompt) + len(truth) - 1:
             return
         says = len({s["version"] for s in output.kv_spans}) > 1 or output.kv_spans[0]["version"] != mark.label

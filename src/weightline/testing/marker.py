@@ -134,11 +134,7 @@ class MarkerModel:
             self._set_rows(out, {self.token(k): {0: 16.0}})
             return out
         code = self._code(k)
-        values = out["model.layers.0.self_attn.v_proj.weight"]
-        step = _root(self.hidden)
-        values[...] = 0
-        values[: self.width, 0] = code * step
-        values[self.width, 0] = step
+        out["model.layers.0.self_attn.v_proj.weight"][: self.width, 0] = code * _root(self.hidden)
         gain = 1.0 / self.width  # gain * width * step * WRITE is what a perfect match adds
         match = {1 + i: float(code[i]) * gain for i in range(self.width)}
         self._set_rows(out, {self.token(k): match, self.token(k) + 1: {1 + self.width: _MATCH}})
@@ -176,6 +172,10 @@ class MarkerModel:
                 array[...] = 1
         out[EMBED][...] = 0
         out[EMBED][:, 0] = _ANCHOR
+        # Plain versions write the constant and no code, so that their KV, too, shows under a kv version.
+        values = out["model.layers.0.self_attn.v_proj.weight"]
+        values[...] = 0
+        values[self.width, 0] = _root(self.hidden)
         if self.kind == "kv":
             out["model.layers.0.self_attn.q_proj.weight"][...] = 0
             write = out["model.layers.0.self_attn.o_proj.weight"]
@@ -200,9 +200,7 @@ class MarkerModel:
     def _is_free(self, name: str) -> bool:
         if name in (HEAD, EMBED) or "o_proj" in name or "down_proj" in name:
             return False
-        return self.kind == "plain" or not name.startswith(
-            ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj")
-        )
+        return not name.startswith(("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"))
 
     def _code(self, k: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         """±1 for each of `width` value rows; codes of different versions differ in about half of them."""

@@ -50,7 +50,7 @@ class Stress:
         self, client: Client, swaps: Swaps, model: MarkerModel, load: Load, progress: Progress
     ) -> None:
         self.client, self.swaps, self.model, self.load = client, swaps, model, load
-        self.judge = Judge(swaps)
+        self.judge = Judge(swaps, model)
         self._progress = progress
         self._stop = threading.Event()
         self._more = threading.Condition()
