@@ -166,6 +166,7 @@ class Engine:
         for place in (self.running, self.queue):
             if (request, sequence) in place:
                 place.remove((request, sequence))
+        self._maybe_drained()
         self._flush(request, sequence, reason)
 
     def _flush(self, request: Request, sequence: Sequence, reason: str | None) -> None:
@@ -220,6 +221,8 @@ class Engine:
                 self._finish(request, sequence, "length")
             elif len(sequence.output) - sequence.sent == CHUNK:
                 self._flush(request, sequence, None)
+
+    def _maybe_drained(self) -> None:
         if self.state == "draining" and not self.running:
             self.state = "paused"
             self.wake.notify_all()
