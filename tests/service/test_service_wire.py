@@ -58,6 +58,7 @@ REQUEST = CommitRequest(
     metadata={"lr": 1e-6},
 )
 ACK = Ack(subscriber="engine-0", version=2, verified="live", at=1.5, pause_ms=0.5)
+ACKED = wire.Acked(subscriber="engine-0", version=2, at=1.5, way={"fetched": 1.25})
 MESSAGES = [
     wire.Hello(protocol=1, client="c"),
     wire.Welcome(
@@ -82,6 +83,7 @@ MESSAGES = [
         ),
     ),
     ACK,
+    ACKED,
 ]
 
 

@@ -224,7 +224,10 @@ def test_acks_and_traces_are_kept_over_restarts(six: Store) -> None:
     assert (ack.subscriber, ack.verified, ack.pause_ms, ack.at) == ("engine-0", "live", 3.5, six.clock())
     assert {a.subscriber for a in other.record(6).acks} == {"engine-0", "engine-1"}
     assert [(s.name, s.version) for s in other.subscribers()] == [("engine-0", 6), ("engine-1", 6)]
-    assert [e.stage for e in other.events(6)] == ["fetched", "applied"]
+    steps = [(e.stage, e.subscriber) for e in other.events(6)]
+    assert steps[:2] == [("fetched", "engine-0"), ("applied", "engine-0")]
+    assert steps[2:5] == [("commit", ""), ("staged", ""), ("published", "")]
+    assert sorted(steps[5:]) == [("acknowledged", "engine-0"), ("acknowledged", "engine-1")]
     with pytest.raises(VersionNotFound):
         other.ack(Ack(subscriber="x", version=99))
     other.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -12,6 +12,9 @@ from weightline.cli.app import command
 from weightline.cli.arguments import JsonOption, StoreArgument, opened, opened_store
 from weightline.cli.output import human_bytes, human_time, print_json, say, table
 from weightline.types import VersionRecord
+
+if TYPE_CHECKING:
+    from weightline.store import TraceEvent
 
 VersionArgument = Annotated[
     int, typer.Argument(metavar="VERSION", help="Number of the version.", show_default=False)
@@ -145,6 +148,53 @@ def checkout(
         print_json({"version": version, "label": record.label, "path": str(out), "digest": record.digest})
     else:
         say(f"version {version} ({record.label}) written to {out}")
+
+
+class _Step(msgspec.Struct, frozen=True):
+    """One step of a version; `subscriber` is empty for the trainer's."""
+
+    subscriber: str
+    stage: str
+    at: float
+    ms: float
+    """Since the step before, of the same subscriber (its first: since the trainer's last)."""
+    total_ms: float
+    """Since the commit was asked for."""
+
+
+def _steps(events: list[TraceEvent]) -> list[_Step]:
+    began = min((event.at for event in events), default=0.0)
+    last: dict[str, float] = {}
+    steps = []
+    for event in sorted(events, key=lambda event: (event.subscriber, event.at)):
+        before = last.get(event.subscriber, last.get("", event.at))
+        last[event.subscriber] = event.at
+        ms, total = (round(1e3 * (event.at - since), 3) for since in (before, began))
+        steps.append(_Step(event.subscriber, event.stage, event.at, ms, total))
+    return steps
+
+
+@command("trace", "History")
+def trace(store: StoreArgument, version: VersionArgument, json: JsonOption = False) -> None:
+    """The way of one version from its commit to each engine, and how long each step took.
+
+    Example: weightline trace ./ckpt 7
+    """
+    with opened_store(store) as found:
+        record = found.record(version)
+        steps = _steps(found.events(version))
+    slowest = max(steps, key=lambda step: step.ms, default=None)
+    if json:
+        print_json({"version": version, "label": record.label, "steps": steps, "slowest": slowest})
+        return
+    if slowest is None:
+        say(f"version {version}: no trace is kept (older than the newest 1000, or the catalogue was rebuilt)")
+        return
+    table(
+        ["who", "stage", "ms", "since commit, ms"],
+        [[s.subscriber or "trainer", s.stage, f"{s.ms:.1f}", f"{s.total_ms:.1f}"] for s in steps],
+    )
+    say(f"slowest: {slowest.stage} of {slowest.subscriber or 'the trainer'}, {slowest.ms:.1f} ms")
 
 
 @command("verify", "History")

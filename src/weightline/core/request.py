@@ -47,6 +47,10 @@ class CommitRequest(Struct, frozen=True, kw_only=True):
     attachments: tuple[str, ...] = ()
     attachment_nbytes: int = 0
     metadata: dict[str, Any] = {}
+    began: float = 0.0
+    """When the trainer asked for the commit; 0 when nobody said. For the trace only."""
+    staged: float = 0.0
+    """When all of it was durable."""
 
 
 def check_label(label: str) -> None:

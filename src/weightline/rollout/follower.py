@@ -63,6 +63,8 @@ class _PendingAck(msgspec.Struct, frozen=True):
     pause_ms: float | None = None
     detail: str = ""
     sent: bool = False
+    trace: dict[str, float] = {}
+    """When the engine took the steps there, seconds since the Unix epoch."""
 
 
 class _Doubt(msgspec.Struct, frozen=True):
@@ -222,7 +224,8 @@ class Follower:
             elif outcome.state != "unknown":
                 self._doubt = None
             if outcome.state == "new":
-                self._ack = _PendingAck(record.version, outcome.verified, outcome.pause_ms)
+                trace = _times(outcome.phases, time.time())
+                self._ack = _PendingAck(record.version, outcome.verified, outcome.pause_ms, trace=trace)
             self._confirm(engine, record, outcome, foreign_pause)
         except WeightlineError as error:
             return self._failed(error, record, live, have)
@@ -351,7 +354,12 @@ class Follower:
             return True
         try:
             self.line.ack(
-                record.version, self.id, verified=ack.verified, pause_ms=ack.pause_ms, detail=ack.detail
+                record.version,
+                self.id,
+                verified=ack.verified,
+                pause_ms=ack.pause_ms,
+                detail=ack.detail,
+                trace=ack.trace,
             )
         except Unavailable:
             return False
@@ -394,6 +402,20 @@ class Follower:
                 "have": None,
             }
             self._on_event(base | fields)
+
+
+def _times(phases: Mapping[str, float], ended: float) -> dict[str, float]:
+    """When the bytes were proved (prepare) and when they were in place and read back, from the lengths of a
+    refit's phases.
+    """
+    stages = {"prepare": "verified", "apply": "applied", "verify": "applied"}
+    times: dict[str, float] = {}
+    at = ended
+    for verb, ms in reversed(list(phases.items())):
+        if verb in stages:
+            times.setdefault(stages[verb], at)
+        at -= ms / 1e3
+    return times
 
 
 def _round(ms: float | None) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from weightline.errors import InvalidInput, Unavailable
@@ -12,6 +12,8 @@ from weightline.store import Store
 from weightline.types import Ack, Verification
 
 MAX_NAME = 200
+STAGES = ("notified", "fetched", "verified", "applied")
+"""Steps of a subscriber, in the order in which they are taken; "acknowledged" follows by itself."""
 
 
 def check(ack: Ack) -> Ack:
@@ -34,12 +36,26 @@ def check(ack: Ack) -> Ack:
     return ack
 
 
-def note(store: Store, ack: Ack) -> None:
-    """Keep `ack`. Raises `InvalidInput`, `VersionNotFound`, `Unavailable` when the catalogue cannot be
-    written.
+def check_way(way: Mapping[str, float]) -> dict[str, float]:
+    """The times of a subscriber's steps when they can be kept. Raises `InvalidInput`."""
+    for stage, at in way.items():
+        if not isinstance(stage, str) or stage not in STAGES:
+            raise InvalidInput(
+                f"ack: trace names the stage {stage!r:.80}", hint=f"one of {', '.join(STAGES)}"
+            )
+        if isinstance(at, bool) or not isinstance(at, int | float) or not math.isfinite(at):
+            raise InvalidInput(
+                f"ack: trace[{stage!r}]={at!r:.80}", hint="seconds since the Unix epoch: time.time()"
+            )
+    return dict(way)
+
+
+def note(store: Store, ack: Ack, way: Mapping[str, float] | None = None) -> None:
+    """Keep `ack` and the steps that led to it. Raises `InvalidInput`, `VersionNotFound`, `Unavailable` when
+    the catalogue cannot be written.
     """
     try:
-        store.ack(check(ack))
+        store.ack(check(ack), check_way(way or {}))
     except sqlite3.Error as error:
         raise Unavailable(
             f"{store.catalog.path}: the ack of {ack.subscriber} could not be kept: {error}",

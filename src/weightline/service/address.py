@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -66,6 +67,23 @@ def parse(url: str | Path) -> Address:
         host, port = split_host_port(rest.removeprefix("//"), what=text)
         return Address("grpc", host=host, port=port)
     raise InvalidInput(f"{text}: unknown address scheme {scheme!r}", hint=f"give {FORMS}")
+
+
+def heard(address: Address) -> bool:
+    """Does somebody listen there, whether or not it answers?"""
+    kind = socket.AF_UNIX if address.scheme == "unix" else socket.AF_INET
+    if ":" in address.host:
+        kind = socket.AF_INET6
+    where = str(address.path) if address.scheme == "unix" else (address.host, address.port)
+    with socket.socket(kind, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect(where)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # busy, or out of reach: not for this look to tell
+    return True
 
 
 def store_of(store: str | Path) -> Path | str:

@@ -16,7 +16,7 @@ import msgspec
 from weightline.core.request import CommitRequest
 from weightline.errors import FormatError, InvalidInput, StorageFull, StoreNotFound, Unavailable
 from weightline.service import wire
-from weightline.service.address import Address, check_socket_path, parse
+from weightline.service.address import Address, check_socket_path, heard, parse
 from weightline.service.direct import DirectLine, as_number
 from weightline.service.rpc import Rpc
 from weightline.service.watching import Watching
@@ -33,6 +33,8 @@ PUBLISH_SECONDS = 30.0
 """
 CALL_SECONDS = 5.0
 """Bound on any other call; then the folder is asked instead."""
+ABSENT_SECONDS = 1.5
+"""How long a new handle waits where no server listens: one that starts at the same time needs a moment."""
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 
@@ -41,16 +43,16 @@ def connect(
     url: str | Path,
     *,
     name: str | None = None,
-    timeout: float = 5.0,
+    timeout: float | None = None,
     commit_timeout: float = 120.0,
 ) -> Line:
     """The line at `url`: `unix:///path/wl.sock`, `grpc://host:port` (a server on this host), `file:///dir`,
     a folder, `s3://container/prefix?endpoint=…` or `mirror:/one,/other` (no server).
 
     `name` makes this handle a subscriber that the server lists while it watches. A server that does not
-    answer within `timeout` seconds is `Unavailable`; later, commits wait for one that is away up to
-    `commit_timeout` seconds, and everything that only reads goes on without it. Raises `StoreNotFound`,
-    `InvalidInput` (the address; a store whose folder is not on this host).
+    answer within `timeout` seconds (default: 5, or 1.5 where nobody listens) is `Unavailable`; later, commits
+    wait for one that is away up to `commit_timeout` seconds, and everything that only reads goes on without
+    it. Raises `StoreNotFound`, `InvalidInput` (the address; a store whose folder is not on this host).
     """
     address = parse(url)
     if address.scheme == "store":
@@ -63,10 +65,13 @@ def connect(
     client = name or f"{socket.gethostname()}-{os.getpid()}"
     try:
         hello = wire.Hello(protocol=wire.PROTOCOL, client=client)
+        began = time.monotonic()
+        within = CALL_SECONDS if timeout is None else timeout
         welcome = _until(
-            time.monotonic() + timeout,
+            began + within,
             threading.Event(),
-            lambda: rpc.call("Hello", hello, wire.Welcome, timeout=max(0.1, min(timeout, CALL_SECONDS))),
+            lambda: rpc.call("Hello", hello, wire.Welcome, timeout=max(0.1, min(within, CALL_SECONDS))),
+            worth=lambda: timeout is not None or time.monotonic() < began + ABSENT_SECONDS or heard(address),
         )
         if welcome.protocol != wire.PROTOCOL:
             raise FormatError(
@@ -193,9 +198,10 @@ class ServedLine(DirectLine):
             release = wire.Release(lease=plan.lease)
             self._if_up(lambda: self._call("Release", release, wire.Empty))
 
-    def _send_ack(self, ack: Ack) -> None:
-        if self._if_up(lambda: self._call("Ack", ack, wire.Empty)) is None:
-            super()._send_ack(ack)
+    def _send_ack(self, ack: Ack, way: dict[str, float]) -> None:
+        message = wire.Acked(**msgspec.structs.asdict(ack), way=way)
+        if self._if_up(lambda: self._call("Ack", message, wire.Empty)) is None:
+            super()._send_ack(ack, way)
 
     def _new_writer(self) -> Writer:
         return self._store.writer(publish=self._send)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import operator
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from weightline.store import Manifest, Recovered
 
 
+_WAYS = 64
+"""Versions whose way a handle remembers until they are acknowledged."""
+
+
 class DirectLine:
     """The verbs of `Line` on a store's folder. Opening and reading fences nobody; the first commit takes the
     epoch.
@@ -41,6 +46,9 @@ class DirectLine:
         self._sync_timeout = sync_timeout
         self._owner = f"{socket.gethostname()}-{os.getpid()}"
         self._writer: Writer | None = None
+        self._ways: dict[int, dict[str, float]] = {}
+        """version -> stage -> when, as this handle saw it; told with the ack."""
+        self._ways_lock = threading.Lock()
         self._feed = Feed(store.refresh, store.place.poll_s)
         self._lane = CommitLane(self._commit_now, name="weightline-commit")
 
@@ -103,14 +111,20 @@ class DirectLine:
 
     def wait_for_update(self, timeout: float | None = None, after: int | None = None) -> int | None:
         """`Line.wait_for_update`: rung by commits of this handle, found by probing the log for all others."""
-        return self._feed.wait(timeout, None if after is None else as_number("after", after))
+        newer = self._feed.wait(timeout, None if after is None else as_number("after", after))
+        if newer is not None:
+            self._passed(newer, "notified")
+        return newer
 
     def fetch_delta(self, version: int, have: int | None = None) -> Delta:
         """`Line.fetch_delta`."""
         version = as_number("version", version)
         have = None if have is None else as_number("have", have)
+        self._passed(version, "notified")
         with self._held(version, have, full=False):
-            return self._store.fetch_delta(version, have)
+            delta = self._store.fetch_delta(version, have)
+        self._passed(version, "fetched")
+        return delta
 
     def ack(
         self,
@@ -120,17 +134,20 @@ class DirectLine:
         verified: Verification = "none",
         pause_ms: float | None = None,
         detail: str = "",
+        trace: Mapping[str, float] | None = None,
     ) -> None:
         """`Line.ack`."""
+        version = as_number("version", version)
         ack = Ack(
             subscriber=subscriber,
-            version=as_number("version", version),
+            version=version,
             verified=verified,
             at=time.time(),
             pause_ms=pause_ms,
             detail=detail,
         )
-        self._send_ack(acks.check(ack))
+        way = {**self._ways.get(version, {}), **acks.check_way(trace or {})}
+        self._send_ack(acks.check(ack), way)
 
     def latest(self) -> int | None:
         """`Line.latest`."""
@@ -154,8 +171,11 @@ class DirectLine:
     def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
         """`Line.load`."""
         version = as_number("version", version)
+        self._passed(version, "notified")
         with self._held(version, None, full=True):
-            return self._store.load(version, like=like)
+            weights = self._store.load(version, like=like)
+        self._passed(version, "fetched")
+        return weights
 
     def recover(self) -> Recovered:
         """`Line.recover`."""
@@ -197,8 +217,15 @@ class DirectLine:
     def _new_writer(self) -> Writer:
         return self._store.writer()
 
-    def _send_ack(self, ack: Ack) -> None:
-        acks.note(self._store, ack)
+    def _send_ack(self, ack: Ack, way: dict[str, float]) -> None:
+        acks.note(self._store, ack, way)
+
+    def _passed(self, version: int, stage: str) -> None:
+        """This handle saw a version get there, now; the first time counts."""
+        with self._ways_lock:
+            self._ways.setdefault(version, {}).setdefault(stage, time.time())
+            while len(self._ways) > _WAYS:
+                del self._ways[next(iter(self._ways))]
 
     @contextmanager
     def _held(self, version: int, have: int | None, *, full: bool) -> Iterator[None]:

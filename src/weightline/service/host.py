@@ -138,9 +138,10 @@ class Host:
             await self._ledger(partial(self._store.release, lease))
         return wire.Empty()
 
-    async def ack(self, message: Ack) -> wire.Empty:
-        await self._ledger(partial(acks.note, self._store, message))
-        self._roll.acked(message, now=time.time())
+    async def ack(self, message: wire.Acked) -> wire.Empty:
+        ack = Ack(**{name: getattr(message, name) for name in Ack.__struct_fields__})
+        await self._ledger(partial(acks.note, self._store, ack, message.way))
+        self._roll.acked(ack, now=time.time())
         return wire.Empty()
 
     async def record(self, message: wire.One) -> VersionRecord:

@@ -83,8 +83,13 @@ class Line(Protocol):
         verified: Literal["live", "loader_input", "none"] = "none",
         pause_ms: float | None = None,
         detail: str = "",
+        trace: Mapping[str, float] | None = None,
     ) -> None:
-        """Say that `subscriber`'s engine serves `version`."""
+        """Say that `subscriber`'s engine serves `version`.
+
+        `trace`: when it took the steps there ("notified", "fetched", "verified", "applied" -> seconds since
+        the Unix epoch); what this handle saw itself need not be said.
+        """
         ...
 
     def latest(self) -> int | None:

@@ -108,6 +108,13 @@ class Release(Struct, frozen=True, kw_only=True):
     lease: str
 
 
+class Acked(Ack, frozen=True, kw_only=True):
+    """An acknowledgement, and when its subscriber took the steps there."""
+
+    way: dict[str, float] = msgspec.field(default_factory=dict)
+    """Stage -> seconds since the Unix epoch."""
+
+
 class One(Struct, frozen=True, kw_only=True):
     """Names one version."""
 
@@ -155,7 +162,7 @@ METHODS: dict[str, tuple[type[Struct], type[Struct]]] = {
     "Watch": (Watch, Event),
     "Fetch": (Fetch, FetchPlan),
     "Release": (Release, Empty),
-    "Ack": (Ack, Empty),
+    "Ack": (Acked, Empty),
     "Record": (One, VersionRecord),
     "Versions": (Empty, Records),
     "Subscribers": (Empty, Subscribers),

@@ -7,9 +7,10 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -35,6 +36,11 @@ CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, version INTEGER NOT N
 CREATE INDEX IF NOT EXISTS events_by_version ON events (version);
 """
 _BUSY_S = 10.0
+TRACED = 1000
+"""Versions whose traces are kept: they are for people who ask which side is slow now."""
+T = TypeVar("T")
+Row = tuple[object, ...]
+Statement = tuple[str, list[Row]]
 _REBUILT = "SELECT value FROM facts WHERE name = 'rebuilt_at'"
 
 
@@ -43,7 +49,9 @@ class TraceEvent(Struct, frozen=True, kw_only=True):
 
     version: int
     stage: str
-    """committed, staged, published, notified, fetched, verified, applied, acknowledged, ..."""
+    """commit, staged and published by the trainer; notified, fetched, verified, applied and acknowledged by
+    each subscriber.
+    """
     at: float
     subscriber: str = ""
     detail: str = ""
@@ -78,6 +86,7 @@ class Catalog:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._indexed = 0
+        self._file = (0, 0)
 
     @property
     def rebuilt_at(self) -> float | None:
@@ -87,38 +96,32 @@ class Catalog:
 
     def index(self) -> None:
         """Take in the versions that the log has and the catalogue lacks."""
-        state = self._state()
-        if self._connection is not None and self._indexed == len(state):
-            return
         with self._lock:
-            self._open()
-            entries = state.versions()[self._indexed :]
-            if len(entries) == 1:
-                self._insert(entries[0], state.seq_of(entries[0].version))
-            elif entries:
-                # One transaction: thousands of versions are taken in within a second.
-                self._write("BEGIN IMMEDIATE", ())
-                try:
-                    for entry in entries:
-                        self._insert(entry, state.seq_of(entry.version))
-                    self._on_step("commit the catalogue")
-                    self._write("COMMIT", ())
-                except sqlite3.Error:
-                    with suppress(sqlite3.Error):
-                        self._open().execute("ROLLBACK")
-                    raise
-            self._indexed = len(state)
+            self._mended(self._take_in)
 
-    def ack(self, ack: Ack) -> None:
-        """Note an acknowledgement. The same one again is fine."""
-        self._write(
-            "INSERT OR REPLACE INTO acks VALUES (?, ?, ?, ?, ?, ?)",
-            (ack.subscriber, ack.version, ack.at, ack.verified, ack.pause_ms, ack.detail),
+    def _take_in(self, connection: sqlite3.Connection) -> None:
+        state = self._state()
+        entries = state.versions()[self._indexed :]
+        if not entries:
+            return
+        # One transaction: thousands of versions are taken in within a second.
+        rows = [_row(entry, state.seq_of(entry.version)) for entry in entries]
+        self._transaction(connection, [("INSERT OR IGNORE INTO versions VALUES (?,?,?,?,?,?,?,?,?,?)", rows)])
+        self._indexed = len(state)
+
+    def ack(self, ack: Ack, way: Sequence[TraceEvent] = ()) -> None:
+        """Note an acknowledgement, and the steps of the version on its way. The same one again is fine."""
+        acked = (ack.subscriber, ack.version, ack.at, ack.verified, ack.pause_ms, ack.detail)
+        seen = (
+            "INSERT INTO subscribers VALUES (?, ?, ?) "
+            "ON CONFLICT (name) DO UPDATE SET version = excluded.version, seen = excluded.seen"
         )
         self._write(
-            "INSERT INTO subscribers VALUES (?, ?, ?) "
-            "ON CONFLICT (name) DO UPDATE SET version = excluded.version, seen = excluded.seen",
-            (ack.subscriber, ack.version, ack.at),
+            [
+                ("INSERT OR REPLACE INTO acks VALUES (?, ?, ?, ?, ?, ?)", [acked]),
+                (seen, [(ack.subscriber, ack.version, ack.at)]),
+                *_events(way),
+            ]
         )
 
     def acks(self) -> dict[int, tuple[Ack, ...]]:
@@ -138,12 +141,11 @@ class Catalog:
             msgspec.convert(dict(zip(("name", "version", "seen"), r, strict=True)), Subscriber) for r in rows
         ]
 
-    def trace(self, event: TraceEvent) -> None:
-        """Note one step of a version."""
-        self._write(
-            "INSERT INTO events (version, stage, subscriber, at, detail) VALUES (?, ?, ?, ?, ?)",
-            (event.version, event.stage, event.subscriber, event.at, event.detail),
-        )
+    def trace(self, *events: TraceEvent) -> None:
+        """Note steps of versions. A step that was noted before is noted once. Only those of the newest
+        `TRACED` versions are kept.
+        """
+        self._write(_events(events))
 
     def events(self, version: int) -> list[TraceEvent]:
         """Steps of a version, oldest first."""
@@ -168,44 +170,52 @@ class Catalog:
                 self._connection = None
                 self._indexed = 0
 
-    def _insert(self, entry: VersionEntry, seq: int) -> None:
-        self._write(
-            "INSERT OR IGNORE INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                entry.version,
-                seq,
-                entry.label,
-                entry.step,
-                entry.parent,
-                entry.base,
-                entry.stored,
-                entry.nbytes,
-                entry.at,
-                msgspec.json.encode(entry),
-            ),
-        )
-
-    def _rows(self, query: str, values: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    def _rows(self, query: str, values: Row = ()) -> list[tuple[object, ...]]:
         with self._lock:
             if self._connection is None and not self.path.exists():
                 return []
-            try:
-                return self._open().execute(query, values).fetchall()
-            except sqlite3.DatabaseError as error:
-                if not _damaged(error):
-                    raise
-                self._replace(error)
-                return self._open().execute(query, values).fetchall()
+            return self._mended(lambda connection: connection.execute(query, values).fetchall())
 
-    def _write(self, query: str, values: tuple[object, ...]) -> None:
+    def _write(self, statements: list[Statement]) -> None:
         with self._lock:
-            try:
-                self._open().execute(query, values)
-            except sqlite3.DatabaseError as error:
-                if not _damaged(error):
-                    raise
-                self._replace(error)
-                self._open().execute(query, values)
+            self._mended(lambda connection: self._transaction(connection, statements))
+
+    def _transaction(self, connection: sqlite3.Connection, statements: list[Statement]) -> None:
+        """All of it or nothing."""
+        if len(statements) == 1 and len(statements[0][1]) == 1:
+            connection.execute(statements[0][0], statements[0][1][0])
+            return
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for query, rows in statements:
+                connection.executemany(query, rows)
+            self._on_step("commit the catalogue")
+            connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            raise
+
+    def _mended(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """`work`, once more on a new file if this one turns out to be damaged or to be gone."""
+        if self._connection is not None and not self._in_place():
+            logger.warning("%s is gone from its place and is opened anew", self.path)
+            self.close()
+        try:
+            return work(self._open())
+        except sqlite3.DatabaseError as error:
+            if not _damaged(error):
+                raise
+            self._replace(error)
+            return work(self._open())
+
+    def _in_place(self) -> bool:
+        """Is the file that is open still the one under this name? Else what is noted would go nowhere."""
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return False
+        return (stat.st_dev, stat.st_ino) == self._file and stat.st_size > 0
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is not None:
@@ -219,10 +229,17 @@ class Catalog:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.executescript(_SCHEMA)
+            count = self._mark(connection)
+            stat = self.path.stat()
         except BaseException:
             connection.close()
             raise
-        self._connection = connection
+        self._connection, self._file = connection, (stat.st_dev, stat.st_ino)
+        self._indexed = min(count, len(self._state()))
+        return connection
+
+    def _mark(self, connection: sqlite3.Connection) -> int:
+        """Say in the file that it was made anew, if it was; gives the number of versions in it."""
         state = self._state()
         row = connection.execute("SELECT count(*) FROM versions").fetchone()
         # Told by what is in it: who made the file may not have lived to say that it is a new one.
@@ -232,8 +249,7 @@ class Catalog:
             connection.execute(
                 "INSERT OR REPLACE INTO facts VALUES ('rebuilt_at', ?)", (repr(self._clock()),)
             )
-        self._indexed = min(int(row[0]), len(state))
-        return connection
+        return int(row[0])
 
     def _replace(self, error: sqlite3.DatabaseError) -> None:
         logger.warning("%s is damaged (%s) and is rebuilt", self.path, error)
@@ -242,8 +258,34 @@ class Catalog:
             with suppress(FileNotFoundError):
                 self.path.with_name(self.path.name + suffix).unlink()
         self._indexed = 0
-        self._open()
-        self.index()
+        self._take_in(self._open())
+
+
+def _row(entry: VersionEntry, seq: int) -> Row:
+    return (
+        entry.version,
+        seq,
+        entry.label,
+        entry.step,
+        entry.parent,
+        entry.base,
+        entry.stored,
+        entry.nbytes,
+        entry.at,
+        msgspec.json.encode(entry),
+    )
+
+
+def _events(events: Sequence[TraceEvent]) -> list[Statement]:
+    if not events:
+        return []
+    insert = (
+        "INSERT INTO events (version, stage, subscriber, at, detail) SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT "
+        "EXISTS (SELECT 1 FROM events WHERE version = ?1 AND stage = ?2 AND subscriber = ?3)"
+    )
+    rows: list[Row] = [(e.version, e.stage, e.subscriber, e.at, e.detail) for e in events]
+    oldest = max(event.version for event in events) - TRACED
+    return [(insert, rows), ("DELETE FROM events WHERE version <= ?", [(oldest,)])]
 
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -109,10 +110,13 @@ def anchor_wanted(place: Place, state: LedgerState) -> bool:
 
 def _held(store: Store, hold: float) -> str:
     try:
-        store.catalog.index()  # a catalogue that is missing is found out here, if nobody else looked
+        with suppress(sqlite3.OperationalError):  # a full disk must not keep what filled it
+            store.catalog.index()  # a catalogue that is missing is found out here, if nobody else looked
         rebuilt = store.catalog.rebuilt_at
     except sqlite3.Error as error:
         return f"the catalogue cannot be read ({error})"
+    if not store.catalog.path.exists():
+        return "there is no catalogue and none can be written: who serves what is not known"
     if rebuilt is not None and store.clock() - rebuilt < hold:
         return "the catalogue was rebuilt a short while ago: who serves what is not known yet"
     return ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from weightline import codec
@@ -104,7 +105,7 @@ class Draft:
                 request = self._fill(folder, pieces, base, parent)
                 staging.seal(folder, self._disk)
             self._store.place.upload(request.folder, folder, self._same)
-            return request, folder
+            return msgspec.structs.replace(request, staged=self._store.clock()), folder
         except BaseException:
             staging.discard(folder, self._store)
             raise

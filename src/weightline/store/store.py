@@ -8,7 +8,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -324,13 +324,25 @@ class Store(Keeping):
                 entry, repeated = known, False
         if not isinstance(entry, VersionEntry):
             raise TypeError("a commit ended in another entry")
-        self._index()
+        self._index(() if repeated else self._way(entry.version, request))
         return Published(record_of(self.state, entry, ()), repeated)
 
-    def ack(self, ack: Ack) -> None:
-        """Note that a subscriber's engine serves a version. Raises `VersionNotFound`."""
+    def _way(self, version: int, request: CommitRequest) -> list[TraceEvent]:
+        times = (("commit", request.began), ("staged", request.staged), ("published", self.clock()))
+        return [TraceEvent(version=version, stage=stage, at=at) for stage, at in times if at]
+
+    def ack(self, ack: Ack, way: Mapping[str, float] | None = None) -> None:
+        """Note that a subscriber's engine serves a version, and when it took the steps there (stage ->
+        seconds since the Unix epoch). Raises `VersionNotFound`.
+        """
         self._known(ack.version)
-        self.catalog.ack(ack if ack.at else msgspec.structs.replace(ack, at=self.clock()))
+        ack = ack if ack.at else msgspec.structs.replace(ack, at=self.clock())
+        times = {**(way or {}), "acknowledged": ack.at}
+        events = [
+            TraceEvent(version=ack.version, stage=stage, at=at, subscriber=ack.subscriber)
+            for stage, at in times.items()
+        ]
+        self.catalog.ack(ack, events)
 
     def subscribers(self) -> list[Subscriber]:
         """Everyone who ever acknowledged."""
@@ -384,9 +396,11 @@ class Store(Keeping):
             logger.warning("no acknowledgements: %s: %s", self.catalog.path, error)
             return {}
 
-    def _index(self) -> None:
+    def _index(self, events: Sequence[TraceEvent] = ()) -> None:
         try:
             self.catalog.index()
+            if events:
+                self.catalog.trace(*events)
         except (sqlite3.Error, OverflowError) as error:
             # The log has the commit; whatever ails the catalogue must not fail it.
             logger.warning("%s is not up to date: %s", self.catalog.path, error)

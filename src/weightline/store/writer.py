@@ -126,6 +126,7 @@ class Writer:
 
         Raises `InvalidInput` listing all misfits, `StorageFull`, `Unavailable`; nothing is left behind then.
         """
+        began = self._store.clock()
         chosen = offers.options_of(options)
         with self._lock:
             given, model_files = offers.read_offer(weights, chosen.model_files)
@@ -137,7 +138,10 @@ class Writer:
                 return existing
             if isinstance(given, Delta):
                 given = self._absolute(given)
-            return self._stage(given, chosen)
+            staged = self._stage(given, chosen)
+            return msgspec.structs.replace(
+                staged, request=msgspec.structs.replace(staged.request, began=began)
+            )
 
     def publish(self, staged: Staged) -> VersionRecord:
         """Make a staged version visible; the atomic step. Takes the epoch if this writer has none yet.
