@@ -144,3 +144,26 @@ def test_help_has_an_example(run_weightline, name):
     outcome = run_weightline(name, "--help")
     assert outcome.code == 0
     assert f"Example: weightline {name}" in " ".join(outcome.out.split())
+
+
+def test_adopt_says_what_a_copied_store_is(commit, run_weightline, tmp_path):
+    commit("ckpt", 1)
+    run = run_weightline("log", "ckpt", "--json").json()["run"]
+    for copy in ("moved", "forked"):
+        shutil.copytree(tmp_path / "ckpt", tmp_path / copy)
+    told = run_weightline("verify", "moved", "--json").json()
+    assert (told["ok"], [note["kind"] for note in told["notes"]]) == (True, ["copy"])
+    weights_file = tmp_path / "v1.safetensors"
+    refused = run_weightline("commit", "moved", weights_file)
+    assert refused.code == 4
+    assert "weightline adopt" in refused.err
+    done = run_weightline("adopt", "moved", "--json").json()
+    assert done == {"run": run, "was_copy": True, "forked_from": None}
+    assert commit("moved", 2) == 2
+    forked = run_weightline("adopt", "forked", "--fork", "--json").json()
+    assert forked["forked_from"] == run != forked["run"]
+    assert commit("forked", 2) == 2
+    assert run_weightline("log", "forked", "--json").json()["run"] == forked["run"]
+    assert run_weightline("adopt", "moved", "--fork").code == 2
+    assert "already" in run_weightline("adopt", "moved").out
+    assert "weightline adopt ./ckpt-copy --fork" in run_weightline("adopt", "--help").out

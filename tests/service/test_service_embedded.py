@@ -232,3 +232,27 @@ def test_a_catalogue_that_cannot_be_written_is_a_typed_error_and_loses_no_versio
         assert engine.record(1).acks == ()
         assert engine.subscribers() == ()
         assert engine.commit(moved(model())) == 2
+
+
+def test_attachments_are_kept_on_every_nth_version_only_if_asked(tmp_path):
+    weights = model()
+    with wl.CheckpointEngine(tmp_path / "ckpt", attachments_every=3) as engine:
+        for step in range(1, 6):
+            weights = moved(weights)
+            engine.commit(weights, step=step, attachments={"opt": b"%d" % step}, commit_id=str(step))
+    # A restart does not begin to count anew, and a repeated commit stays what it was.
+    with wl.CheckpointEngine(tmp_path / "ckpt", attachments_every=3) as engine:
+        assert engine.commit(weights, step=5, attachments={"opt": b"5"}, commit_id="5") == 5
+        for step in (6, 7):
+            weights = moved(weights)
+            engine.commit(weights, step=step, attachments={"opt": b"%d" % step})
+        assert [r.version for r in engine.versions() if r.attachments] == [1, 4, 7]
+        found = engine.recover()
+        assert (found.step, found.attachments["opt"].read_bytes()) == (7, b"7")
+    with wl.CheckpointEngine(tmp_path / "all") as engine:
+        for _ in range(2):
+            engine.commit(weights, attachments={"opt": b"x"})
+        assert all(r.attachments for r in engine.versions())
+    with pytest.raises(InvalidInput, match="attachments_every"):
+        wl.CheckpointEngine(tmp_path / "none", attachments_every=0)
+    assert not (tmp_path / "none").exists()

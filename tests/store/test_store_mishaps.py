@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,31 @@ def test_drafts_of_a_killed_writer_are_notes_and_go_with_the_next_writer(store, 
     foreign_only = store.verify()
     assert (foreign_only.ok, foreign_only.notes) == (False, ())
     assert [problem.path for problem in foreign_only.problems] == [str(foreign)]
+
+
+def test_a_staging_whose_removal_is_killed_half_way_is_swept(store, weights):
+    store.writer().commit(weights)
+
+    def give_up() -> None:
+        staged = store.writer().stage(weights, attachments={"t": b"1"})
+        removed = shutil.rmtree
+
+        def half(path: Path) -> None:
+            (path / "owner.json").unlink(missing_ok=True)
+            for claim in path.glob(".claim*"):
+                claim.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+            removed(path)
+
+        shutil.rmtree = half
+        staging.discard(staged.folder, store)
+
+    _in_a_process_that_is_killed(give_up)
+    assert folders(store) != named(store)
+    report = store.verify()
+    assert (report.problems, len(report.notes)) == ((), 1)
+    Store.open(store.root).writer()
+    assert folders(store) == named(store)
 
 
 def test_a_staging_that_a_living_process_sweeps_or_publishes_is_no_problem(store, weights, changed):

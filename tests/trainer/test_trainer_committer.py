@@ -289,3 +289,27 @@ def test_a_mapping_or_a_callable_is_a_source_too(door: Door) -> None:
         weights["module.w"] = torch.full((4,), 2.0)
         committer.after_step(1)
     assert door.load(2)["w"].tolist() == [2, 2, 2, 2]
+
+
+def test_attachments_ride_on_every_nth_commit_that_offers_some_if_asked(door: Door) -> None:
+    net, asked = Net(), []
+
+    def state() -> dict[str, bytes]:
+        asked.append(True)
+        return {"opt": b"%d" % len(asked)}
+
+    with Committer(door, net, every=2, attachments_every=3) as committer:
+        for step in range(8):
+            committer.after_step(step, attachments=state)
+            net.step()
+    # Calls 0, 3 and 6 carry them and commit whatever the turn of the weights; 1, 5 and 7 are its turn.
+    assert [(r.step, r.attachments) for r in door.versions()] == [
+        (0, ("opt",)),
+        (1, ()),
+        (3, ("opt",)),
+        (5, ()),
+        (6, ("opt",)),
+        (7, ()),
+    ]
+    assert len(asked) == 3
+    assert door.recover().attachments["opt"].read_bytes() == b"3"

@@ -1,4 +1,4 @@
-"""Commands that decide what stays, and where training goes on: gc, pin, unpin, yank, recover."""
+"""Commands that decide what stays, and where training goes on: gc, pin, unpin, yank, adopt, recover."""
 
 from __future__ import annotations
 
@@ -143,6 +143,33 @@ def yank(
     _done(json, version, yanked=True, reason=reason, seq=seq, said=f"version {version} is yanked")
 
 
+@command("adopt", "Keeping")
+def adopt(
+    store: StoreArgument,
+    fork: Annotated[
+        bool,
+        typer.Option("--fork", help="The original lives on: give this copy a run of its own."),
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Say what a copied store is: the store itself, moved here, or (--fork) the beginning of another run.
+
+    A copy can be read at once; commits are refused until this is said, for two stores that go on under one
+    run and the same numbers would be mistaken for each other. Versions, numbers and bytes stay as they are.
+
+    Example: weightline adopt ./ckpt-copy --fork
+    """
+    with opened_store(store) as opened:
+        was, copied = opened.run, opened.copied
+        run = opened.adopt_copy(fork=fork)
+    if json:
+        print_json({"run": run, "was_copy": copied, "forked_from": was if fork else None})
+    elif fork:
+        say(f"run {run} begins here, with the versions of run {was}")
+    else:
+        say(f"run {run} is at home here" + ("" if copied else "; it was already"))
+
+
 @command("recover", "Keeping")
 def recover(
     store: StoreArgument,
@@ -179,6 +206,7 @@ def recover(
                 "label": found.record.label,
                 "step": found.step,
                 "newest": newest,
+                "passed_over": found.passed_over,
                 "attachments": {name: str(path) for name, path in files.items()},
                 "path": None if out is None else str(out),
             }
@@ -186,6 +214,8 @@ def recover(
         return
     step = "" if found.step is None else f", step {found.step}"
     say(f"version {found.version} ({found.record.label}){step}; the newest is {newest}")
+    for version in found.passed_over:
+        say(f"  version {version} was passed over: files of it are damaged, see `weightline verify`")
     for name, path in sorted(files.items()):
         say(f"  {name}  {path}")
 

@@ -29,6 +29,8 @@ class CheckpointEngine(DirectLine):
     `max_versions` anchors and `disk_budget` bytes kept (default: a quarter of what is free at start, no bound
     on S3). The
     verbs work before it too. A subscriber that has not acked within `sync_timeout` seconds counts as lagging.
+    With `attachments_every` n, attachments are kept on every n-th version only: a commit within n - 1
+    versions of one that has some drops those that it is given.
     Raises `InvalidInput` for settings that cannot be, `FormatError` for a store of another format.
     """
 
@@ -39,6 +41,7 @@ class CheckpointEngine(DirectLine):
         sync_timeout: float = 30.0,
         cleanup_interval: float = 60.0,
         disk_budget: int | None = None,
+        attachments_every: int = 1,
     ) -> None:
         check_settings(
             max_versions=max_versions,
@@ -47,6 +50,7 @@ class CheckpointEngine(DirectLine):
             sync_timeout=sync_timeout,
         )
         where = store_of(storage_path)
+        self._attachments_every = check_every(attachments_every)
         super().__init__(Store.open(where, create=True), sync_timeout=sync_timeout)
         self._cleaner = Cleaner(
             where,
@@ -78,6 +82,19 @@ class CheckpointEngine(DirectLine):
         super().close()
         self._cleaner.close()
 
+    def _commit_now(self, weights: Any, options: Mapping[str, Any]) -> int:
+        if options.get("attachments") and not self._attachments_due(options.get("commit_id")):
+            options = {**options, "attachments": None}
+        return super()._commit_now(weights, options)
+
+    def _attachments_due(self, commit_id: str | None) -> bool:
+        """Told by the log alone: the same after a restart, and for a commit that is repeated."""
+        state = self._store.read_log()
+        done = state.by_commit(commit_id) if commit_id else None
+        newest = done.version - 1 if done is not None else len(state)
+        since = range(max(1, newest - self._attachments_every + 2), newest + 1)
+        return not any(state.version(version).attachments for version in since)
+
     def _live(self) -> dict[str, int]:
         roll = Roll(sync_timeout=self._sync_timeout)
         roll.restore(acks.noted(self._store))
@@ -85,6 +102,13 @@ class CheckpointEngine(DirectLine):
 
     def __enter__(self) -> Self:
         return self.start()
+
+
+def check_every(every: int) -> int:
+    """`every` when it counts versions. Raises `InvalidInput`."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise InvalidInput(f"attachments_every is {every!r}", hint="give a number of versions, at least 1")
+    return every
 
 
 def compute_delta(

@@ -150,10 +150,22 @@ class Disk:
             self.fsync_folder(path.parent)
 
     def remove_tree(self, path: Path) -> None:
-        """Delete a folder; one that is gone already is fine."""
+        """Delete a folder; one that is gone already is fine.
+
+        It gets a hidden name of this process first: killed half way, it leaves a draft that is swept, and no
+        folder that lost the file which said whose it was.
+        """
         self.on_step(f"remove {path.name}")
         with suppress(FileNotFoundError):
-            shutil.rmtree(path)
+            going = path
+            if not path.name.startswith(HIDDEN):
+                going = path.rename(path.with_name(draft_name()))
+            try:
+                shutil.rmtree(going)
+            except OSError:
+                with suppress(OSError):  # what is left keeps its name, so that it is tried again
+                    going.rename(path)
+                raise
 
     def _draft(self, path: Path) -> Path:
         return path.with_name(draft_name())

@@ -147,8 +147,8 @@ def refuse_copy(place: Place, run: str) -> None:
         raise ConflictError(
             f"{place.url} is a copy of run {run}, whose store was made elsewhere: versions written to both "
             "would be mistaken for each other",
-            hint="if the original is gone, Store.adopt_copy() goes on with the run; if both live on, "
-            "Store.adopt_copy(fork=True) gives this one a run of its own. Reading needs neither",
+            hint="if the original is gone, `weightline adopt STORE` goes on with the run; if both live on, "
+            "`weightline adopt STORE --fork` gives this one a run of its own. Reading needs neither",
         )
 
 

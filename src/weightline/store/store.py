@@ -348,9 +348,9 @@ class Store(Keeping):
         """Everyone who ever acknowledged."""
         return self.catalog.subscribers()
 
-    def trace(self, event: TraceEvent) -> None:
-        """Note one step of a version on its way."""
-        self.catalog.trace(event)
+    def trace(self, *events: TraceEvent) -> None:
+        """Note steps of versions on their way."""
+        self.catalog.trace(*events)
 
     def events(self, version: int) -> list[TraceEvent]:
         """The way of a version so far. Raises `VersionNotFound`."""

@@ -38,6 +38,9 @@ def verify(store: Store, *, deep: bool) -> VerifyReport:
     found_left = list(leftovers(store))
     problems += [problem for problem, harmless in found_left if not harmless]
     notes = tuple(problem for problem, harmless in found_left if harmless)
+    if store.copied:
+        hint = "a copy: before it is written to, `weightline adopt` says what it is"
+        notes += (Problem("copy", None, store.place.url, hint),)
     return VerifyReport(ok=not problems, versions=len(store.state), problems=tuple(problems), notes=notes)
 
 

@@ -22,6 +22,7 @@ from weightline.trainer.snapshot import CastPolicy, Snapshot
 if TYPE_CHECKING:
     from weightline.service.line import Line
 
+Attachments = Mapping[str, Path | str | bytes]
 _FIRST_RETRY, _LAST_RETRY = 0.1, 5.0
 
 
@@ -66,6 +67,7 @@ class Committer:
         dtype: str | None = "BF16",
         dtype_exceptions: Mapping[str, str] | None = None,
         every: int = 1,
+        attachments_every: int = 1,
         model_files: str | Path | None = None,
         max_in_flight: int = 1,
         check_finite: bool = False,
@@ -76,16 +78,21 @@ class Committer:
         returns one.
 
         `dtype` and `dtype_exceptions` are those of `CastPolicy`. `every`: commit at every n-th call of
-        `after_step`. `model_files`: a folder with config and tokenizer, offered with every anchor. Raises
+        `after_step`. `attachments_every`: attachments ride on every n-th commit that offers some, beginning
+        with the first. `model_files`: a folder with config and tokenizer, offered with every anchor. Raises
         `InvalidInput`.
         """
-        if every < 1 or max_in_flight < 1:
+        if every < 1 or max_in_flight < 1 or attachments_every < 1:
             raise InvalidInput(
-                f"Committer: every={every}, max_in_flight={max_in_flight}", hint="both must be at least 1"
+                f"Committer: every={every}, max_in_flight={max_in_flight}, "
+                f"attachments_every={attachments_every}",
+                hint="each must be at least 1",
             )
         self._line = line
         self._source = source
         self._every = every
+        self._attachments_every = attachments_every
+        self._offered = 0
         self._model_files = model_files
         self._check_finite = check_finite
         self._retry_for = retry_for
@@ -113,7 +120,7 @@ class Committer:
         self,
         step: int,
         *,
-        attachments: Mapping[str, Path | str | bytes] | None = None,
+        attachments: Attachments | Callable[[], Attachments] | None = None,
         metadata: Mapping[str, Any] | None = None,
         anchor: bool = False,
         label: str | None = None,
@@ -123,14 +130,17 @@ class Committer:
         step's turn.
 
         `attachments` ride in the same atomic step (optimizer state, say; see `trainer.state`); files must
-        stay until the future is done. `force`, `anchor` and `attachments` commit whatever the turn. Raises
+        stay until the future is done. A callable that gives them is asked only when it is their turn
+        (`attachments_every`). `force`, `anchor` and attachments whose turn it is commit whatever the turn of
+        the weights. Raises
         the error of an earlier commit, or `InvalidInput` for weights that cannot be stored; then nothing of
         this step was committed.
         """
         self._check_open()
         self._raise_pending()
         self._calls += 1
-        if self._calls % self._every and not (force or anchor or attachments):
+        carried = self._due(attachments)
+        if self._calls % self._every and not (force or anchor or carried):
             return None
         began = self._clock()
         snapshot = self._buffers()
@@ -145,7 +155,7 @@ class Committer:
         options: dict[str, Any] = {
             "step": step,
             "anchor": anchor,
-            "attachments": attachments,
+            "attachments": carried,
             "label": label,
             "metadata": metadata,
             "model_files": self._model_files,
@@ -156,6 +166,15 @@ class Committer:
         future = self._worker.submit(self._commit, weights, options, spent)
         self._in_flight.append((future, snapshot))
         return future
+
+    def _due(self, offered: Attachments | Callable[[], Attachments] | None) -> Attachments | None:
+        """The attachments, if it is their turn."""
+        if not offered:
+            return None
+        self._offered += 1
+        if (self._offered - 1) % self._attachments_every:
+            return None
+        return offered() if callable(offered) else offered
 
     def flush(self) -> int | None:
         """Wait until everything is published; the newest version of this committer, or None. Raises a pending
