@@ -222,6 +222,37 @@ def test_a_flipped_byte_is_refused_and_the_engine_goes_on_with_the_old_version(e
     assert engine.greedy([1, 2, 3], 4)["weight_versions"][0]["version"] == line.record(1).label
 
 
+def test_after_a_version_is_lost_the_engine_stays_and_the_next_commit_is_an_anchor_that_it_takes(
+    engine, line, followed, model
+):
+    """CE17, end to end: a lost version costs that version, and nobody has to do anything."""
+    weights = weights_of(model)
+    first, second, third = (nudged(weights, k) for k in (11, 12, 13))
+    line.commit(first)
+    follower = followed(engine)
+    follower.step()
+    line.commit(second)
+    (line.root / line.record(2).folder / "delta.safetensors").unlink()
+    assert follower.step() > 0
+    assert follower.events[-1]["event"] == "refused"
+    assert serves(engine, first)
+    label = line.record(1).label
+    assert engine.greedy([1, 2, 3], 4)["weight_versions"][0]["version"] == label
+    # The trainer's process lives on: it is told, and what it commits rests on nothing that is lost.
+    assert line.commit(third) == 3
+    assert "delta.safetensors" in line.damaged
+    assert (line.record(3).kind, line.record(3).base, line.record(3).parent) == ("anchor", None, 2)
+    follower.step()
+    assert serves(engine, third)
+    assert not engine.paused()
+    assert [ack.subscriber for ack in line.record(3).acks] == ["engine-0"]
+    assert line.record(2).acks == ()
+    line.commit(second)
+    assert line.damaged is None
+    follower.step()
+    assert serves(engine, second)
+
+
 def test_a_model_of_another_shape_is_refused_with_every_name(engine, line, followed, model):
     weights = weights_of(model)
     wider = {name: tensor.repeat(2, *[1] * (tensor.ndim - 1)) for name, tensor in weights.items()}

@@ -95,6 +95,14 @@ class DirectLine:
         }
         return self._lane.run(weights, options)
 
+    @property
+    def damaged(self) -> str | None:
+        """What was wrong with the newest version when this handle committed last: its commit was then made an
+        anchor, so that engines find a version that is whole. None when nothing was.
+        """
+        found = self._writer.damaged if self._writer is not None else None
+        return None if found is None else str(found)
+
     def commit_async(self, weights: Weights, **options: Any) -> Future[int]:
         """`Line.commit_async`: `weights` may change as soon as this returns.
 

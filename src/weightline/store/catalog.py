@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from weightline.core.ledger import LedgerState, VersionEntry
+from weightline.core.request import CommitRequest
 from weightline.store.disk import OnStep, no_step
 from weightline.types import Ack
 
@@ -55,6 +56,12 @@ class TraceEvent(Struct, frozen=True, kw_only=True):
     at: float
     subscriber: str = ""
     detail: str = ""
+
+
+def way_of(version: int, request: CommitRequest, published: float) -> list[TraceEvent]:
+    """The trainer's steps of a version."""
+    times = (("commit", request.began), ("staged", request.staged), ("published", published))
+    return [TraceEvent(version=version, stage=stage, at=at) for stage, at in times if at]
 
 
 class Subscriber(Struct, frozen=True):

@@ -22,6 +22,7 @@ from weightline.store import checkpoint, manifest, staging
 from weightline.store import owner as owners
 from weightline.store.collect import anchor_wanted
 from weightline.store.disk import sha256_of, typed
+from weightline.store.head_watch import Kept, kept
 from weightline.store.manifest import ATTACHMENTS, DELTA, MANIFEST, Blob, Manifest, TensorEntry
 from weightline.store.offer import Options, arrays, raw_size
 from weightline.store.reading import remember
@@ -92,6 +93,8 @@ class Draft:
         self._disk = store.disk
         self._shard_nbytes = shard_nbytes
         self._options = options
+        self.files: list[Kept] = []
+        """What the version that was written last rests on, of its own."""
         self._same: dict[str, str] = {}
         """Attachment in the folder -> key of the same bytes in an earlier version."""
 
@@ -144,7 +147,9 @@ class Draft:
             metadata=dict(options.metadata),
             created_at=self._store.clock(),
         )
-        _, digest = self._disk.write_new(folder / MANIFEST, [manifest.encode(record)])
+        size, digest = self._disk.write_new(folder / MANIFEST, [manifest.encode(record)])
+        key = f"{manifest.VERSIONS}/{folder.name}"
+        self.files = kept(key, blobs, "anchor" if anchor else "delta", (size, digest))
         for blob in blobs:
             remember(folder / blob.name, blob.sha256)
         return CommitRequest(
@@ -159,7 +164,7 @@ class Draft:
             label=options.label,
             stored="anchor" if anchor else "delta",
             digest=digest,
-            folder=f"{manifest.VERSIONS}/{folder.name}",
+            folder=key,
             nbytes=nbytes,
             delta_nbytes=delta_nbytes,
             raw_nbytes=raw_nbytes,

@@ -1,6 +1,4 @@
-"""The store on a local folder: one handle for everything that the log, the version folders and the catalogue
-know.
-"""
+"""The store: one handle for everything that the log, the version folders and the catalogue know."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from weightline.errors import (
     WeightlineError,
 )
 from weightline.store import staging
-from weightline.store.catalog import Catalog, Subscriber, TraceEvent
+from weightline.store.catalog import Catalog, Subscriber, TraceEvent, way_of
 from weightline.store.checkout import checkout, model_files_of
 from weightline.store.checkpoint import SHARD_NBYTES
 from weightline.store.disk import Disk, OnStep, no_step, typed
@@ -324,12 +322,8 @@ class Store(Keeping):
                 entry, repeated = known, False
         if not isinstance(entry, VersionEntry):
             raise TypeError("a commit ended in another entry")
-        self._index(() if repeated else self._way(entry.version, request))
+        self._index(() if repeated else way_of(entry.version, request, self.clock()))
         return Published(record_of(self.state, entry, ()), repeated)
-
-    def _way(self, version: int, request: CommitRequest) -> list[TraceEvent]:
-        times = (("commit", request.began), ("staged", request.staged), ("published", self.clock()))
-        return [TraceEvent(version=version, stage=stage, at=at) for stage, at in times if at]
 
     def ack(self, ack: Ack, way: Mapping[str, float] | None = None) -> None:
         """Note that a subscriber's engine serves a version, and when it took the steps there (stage ->

@@ -20,10 +20,18 @@ from weightline.codec import Delta, bits_of, from_bits
 from weightline.codec.dtypes import Bits
 from weightline.core.ledger import VersionEntry
 from weightline.core.request import CommitRequest, check_repeated, other_commit
-from weightline.errors import ConflictError, IntegrityError, StorageFull, Unavailable, WeightlineError
+from weightline.errors import (
+    ConflictError,
+    IntegrityError,
+    StorageFull,
+    Unavailable,
+    VersionGone,
+    WeightlineError,
+)
 from weightline.store import manifest as manifests
 from weightline.store import offer as offers
 from weightline.store import staging
+from weightline.store.head_watch import HeadWatch, Kept
 from weightline.store.manifest import TensorEntry
 from weightline.store.offer import Options
 from weightline.store.stage import Draft, Pieces
@@ -60,6 +68,8 @@ class Staged(Struct, frozen=True, eq=False):
     """The writer's copy of the weights of an anchor that stands on its own."""
     table: dict[str, TensorEntry]
     existing: VersionRecord | None = None
+    files: tuple[Kept, ...] = ()
+    """What a delta on top would rest on, of this version's own."""
 
 
 class Writer:
@@ -85,6 +95,11 @@ class Writer:
         self._bits: dict[str, Bits] = {}
         self._table: dict[str, TensorEntry] = {}
         self._parent: int | None = None
+        self._watch = HeadWatch(store)
+        self.damaged: IntegrityError | None = None
+        """What was found to be wrong with the newest version when the last commit was made: that one became
+        an anchor that does not rest on it.
+        """
 
     def resume_from(self, version: int) -> None:
         """Training went back: the next commit goes on from `version` (its parent), whatever the newest is."""
@@ -223,13 +238,17 @@ class Writer:
         draft = Draft(self._store, self._shard_nbytes, options, self._level)
         parent = self._parent if self._parent is not None else self._store.resumed
         if delta is not None:
-            pieces = Pieces.after(self._table, delta, self._bits)
-            request, folder = draft.write(pieces, base=self._head, parent=parent)
-            return Staged(request, folder, delta, None, pieces.table)
+            pieces, base = Pieces.after(self._table, delta, self._bits), self._head
+            if self.damaged is not None:
+                # Its bits are here: all of them are written, and nothing rests on its files.
+                count = sum(flat.size for flat in self._bits.values())
+                pieces, base = Pieces(pieces.table, pieces.bits, count), None
+            request, folder = draft.write(pieces, base=base, parent=parent)
+            return Staged(request, folder, delta, None, pieces.table, files=tuple(draft.files))
         specs, bits = whole if whole is not None else ({}, {})
         pieces = Pieces.alone(specs, bits)
         request, folder = draft.write(pieces, base=None, parent=parent)
-        return Staged(request, folder, None, bits, pieces.table)
+        return Staged(request, folder, None, bits, pieces.table, files=tuple(draft.files))
 
     def _committed(self, given: Mapping[str, Any] | Delta, options: Options) -> Staged | None:
         """A commit whose answer was lost and that is repeated: the version that it made."""
@@ -282,6 +301,7 @@ class Writer:
             raise other_commit(entry, f"other weights in {', '.join(map(repr, other[:5]))}")
 
     def _follow_for(self, given: Mapping[str, Any] | Delta, options: Options) -> None:
+        self.damaged = None
         try:
             self._follow()
         except IntegrityError as error:
@@ -289,7 +309,21 @@ class Writer:
             if isinstance(given, Delta) or options.partial:
                 raise
             # Whole weights need nothing of the newest version, and engines need a version that is whole.
-            logger.warning("%s; what is committed now becomes an anchor that stands on its own", error)
+            self._tell(error)
+            return
+        try:
+            self._watch.look()
+        except IntegrityError:
+            # Retention may have changed what the chain is made of.
+            try:
+                self._watch.begin(self._head)
+                self._watch.look()
+            except (IntegrityError, VersionGone) as error:
+                self._tell(IntegrityError(error.message, hint=error.hint))
+
+    def _tell(self, damage: IntegrityError) -> None:
+        self.damaged = damage
+        logger.warning("%s; what is committed now becomes an anchor that stands on its own", damage)
 
     def _follow(self) -> None:
         """Hold the bits of the newest version, whoever committed it."""
@@ -304,6 +338,7 @@ class Writer:
         self._bits = {name: np.array(bits_of(array), copy=True) for name, array in loaded.items()}
         self._table = dict(self._store.reading.table(newest))
         self._head = newest
+        self._watch.begin(newest, trusted=True)
 
     def _advance(self, staged: Staged, version: int) -> None:
         if staged.bits is not None:
@@ -312,9 +347,11 @@ class Writer:
             # Checked when it was staged; the old bits are not needed any more.
             staged.delta.apply_(offers.arrays(self._bits, self._table), check=False)
         self._table, self._head = staged.table, version
+        self._watch.add(list(staged.files), alone=staged.request.stored == "anchor")
 
     def _forget(self) -> None:
         self._head, self._bits, self._table = None, {}, {}
+        self._watch.begin(None)
 
 
 def new_id() -> str:
