@@ -176,9 +176,7 @@ class Checks:
                 wrong = differing(output, self.model(label), start, end)
                 if wrong:
                     sys.exit(f"output {number}: token {wrong[0]} does not come from {label}")
-                print(
-                    f"  output {number}: tokens {start} to {end} on {label} equal those of a fresh instance"
-                )
+                print(f"  output {number}: tokens {start} to {end} equal those of a fresh {label}")
                 self.swaps, self.tokens = self.swaps + 1, self.tokens + end - start
                 # What a wrong label would look like: the version before the swap samples other tokens.
                 self.control += len(differing(output, self.model(before["version"]), start, end))
@@ -239,7 +237,7 @@ def run(args: argparse.Namespace, root: Path) -> None:
             sys.exit("a swap came after the outputs had ended; give more --tokens")
         print(f"the version before the swap would have sampled {checks.control} of them otherwise")
         print(
-            f"{checks.swaps} swap points, {checks.tokens} tokens after them: all equal to a fresh instance's"
+            f"{checks.swaps} swap points, {checks.tokens} tokens after them: all as a fresh instance has them"
         )
 
 
