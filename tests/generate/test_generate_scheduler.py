@@ -51,7 +51,7 @@ def test_rows_stay_true_through_any_order_of_events(seed: int) -> None:
     from weightline.generate.scheduler import Scheduler
 
     rng, store = random.Random(seed), Rows()
-    scheduler = Scheduler(store, ROWS)
+    scheduler = Scheduler(store, ROWS, 10_000)
 
     def compute(row: int, count: int) -> None:
         sequence = scheduler.rows[row]
@@ -95,7 +95,7 @@ def test_rows_stay_true_through_any_order_of_events(seed: int) -> None:
 def test_a_group_waits_until_all_its_rows_are_free() -> None:
     from weightline.generate.scheduler import Scheduler
 
-    scheduler = Scheduler(Rows(), ROWS)
+    scheduler = Scheduler(Rows(), ROWS, 10_000)
     scheduler.queue.extend([request(3, 2), request(3, ROWS - 1), request(3, 1)])
     assert scheduler.admit()
     assert scheduler.unforked == 1
@@ -112,7 +112,7 @@ def test_a_group_waits_until_all_its_rows_are_free() -> None:
 def test_leaving_twice_or_without_a_row_does_nothing() -> None:
     from weightline.generate.scheduler import Scheduler
 
-    scheduler = Scheduler(Rows(), ROWS)
+    scheduler = Scheduler(Rows(), ROWS, 10_000)
     lone = request(2, 1).sequences[0]
     scheduler.leave(lone)
     scheduler.queue.append(lone.request)

@@ -106,6 +106,13 @@ def engine(
     max_model_len: Annotated[
         int, typer.Option("--max-model-len", help="Prompt and output tokens of a request.", min=2)
     ] = 2048,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option("--kv-tokens", help="Tokens whose KV fits at once; default: all of them.", min=2),
+    ] = None,
+    prefix_tokens: Annotated[
+        int, typer.Option("--prefix-tokens", help="Tokens whose KV is held for new requests; 0: none.", min=0)
+    ] = 4096,
     session_timeout: Annotated[
         float, typer.Option("--session-timeout", help="Seconds of silence after which a refit is undone.")
     ] = 30.0,
@@ -133,6 +140,8 @@ def engine(
         dtype=dtype,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        kv_tokens=kv_tokens,
+        prefix_tokens=prefix_tokens,
         session_timeout=session_timeout,
         threads=threads,
         ready=ready,

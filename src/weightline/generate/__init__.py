@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightline.generate.app import build_app
-    from weightline.generate.engine import Engine, EngineOptions
+    from weightline.generate.engine import Engine
     from weightline.generate.model import load_model
+    from weightline.generate.options import EngineOptions
     from weightline.generate.sampling import SamplingParams
     from weightline.generate.serve import serve_engine
 
@@ -18,7 +19,7 @@ __all__ = ["Engine", "EngineOptions", "SamplingParams", "build_app", "load_model
 
 _HOME = {
     "Engine": "engine",
-    "EngineOptions": "engine",
+    "EngineOptions": "options",
     "SamplingParams": "sampling",
     "build_app": "app",
     "load_model": "model",

@@ -17,8 +17,8 @@ _TYPES = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError", 50
 
 
 class GenerateBody(Struct, kw_only=True):
-    """Body of `POST /inference/v1/generate`, tokens in and tokens out. Other fields of vLLM's (`model`,
-    `cache_salt`, …) change no token.
+    """Body of `POST /inference/v1/generate`, tokens in and tokens out. Other fields of vLLM's (`model`, …)
+    change no token.
     """
 
     token_ids: list[int]
@@ -26,6 +26,7 @@ class GenerateBody(Struct, kw_only=True):
     stream: bool | None = False
     request_id: str | None = None
     output_mode: str | None = None
+    cache_salt: str | None = None
 
 
 class GenerateOrder(Struct, frozen=True):
@@ -35,6 +36,7 @@ class GenerateOrder(Struct, frozen=True):
     params: SamplingParams
     stream: bool
     request_id: str | None
+    cache_salt: str | None
 
 
 def parse_generate(raw: bytes) -> GenerateOrder:
@@ -50,7 +52,11 @@ def parse_generate(raw: bytes) -> GenerateOrder:
             f"output_mode {body.output_mode!r} is not known", hint="this engine answers in tokens"
         )
     return GenerateOrder(
-        body.token_ids, parse_sampling(body.sampling_params), bool(body.stream), body.request_id
+        body.token_ids,
+        parse_sampling(body.sampling_params),
+        bool(body.stream),
+        body.request_id,
+        body.cache_salt,
     )
 
 
@@ -69,6 +75,7 @@ def _final_fields(final: Completion) -> dict[str, Any]:
         "weight_versions": msgspec.to_builtins(final.weight_versions),
         "kv_weight_versions": msgspec.to_builtins(final.kv_weight_versions),
         "kv_recomputed_at": list(final.kv_recomputed_at),
+        "cached_tokens": final.cached_tokens,
     }
 
 

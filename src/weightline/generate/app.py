@@ -141,7 +141,12 @@ class VllmRoutes:
 
     async def _submit(self, order: GenerateOrder, base: str | None, feed: Feed) -> Generation:
         return await asyncio.to_thread(
-            self.engine.submit, order.token_ids, order.params, feed.sink, request_id=base or ""
+            self.engine.submit,
+            order.token_ids,
+            order.params,
+            feed.sink,
+            request_id=base or "",
+            cache_salt=order.cache_salt,
         )
 
     async def _answer(
@@ -215,9 +220,8 @@ class VllmRoutes:
         return JSONResponse({"status": "aborted", "aborted": len(ids) if ids else live})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """No keys or values outlive their request here, so there is nothing shared to reset;
-        `reset_running_requests` recomputes live ones.
-        """
+        """New requests find nothing of earlier ones; `reset_running_requests` recomputes live ones too."""
+        await asyncio.to_thread(self.engine.reset_prefix_cache)
         if _flag(request, "reset_running_requests", default=False):
             await asyncio.to_thread(self.engine.reset_kv)
         return Response(status_code=200)

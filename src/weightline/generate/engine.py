@@ -17,11 +17,12 @@ from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 import torch
-from msgspec import Struct
 
 from weightline.errors import ConflictError, InvalidInput, Unavailable
 from weightline.generate.kv import SlotCache
 from weightline.generate.model import LoadedModel
+from weightline.generate.options import EngineOptions
+from weightline.generate.prefix import PrefixCache
 from weightline.generate.refit import Identity, Refits
 from weightline.generate.requests import Request, Sink
 from weightline.generate.sampling import SamplingParams, check_sampling
@@ -37,19 +38,6 @@ PauseMode = Literal["abort", "wait", "keep"]
 Running = Literal["running", "draining", "paused"]
 ID_PREFIX = "generate-tokens-"
 """vLLM puts this before the caller's request id; both forms name the request in an abort."""
-
-
-class EngineOptions(Struct, frozen=True, kw_only=True):
-    """Limits of one engine."""
-
-    max_num_seqs: int = 16
-    """Sequences that run at once; each has a key-value row of `max_model_len` positions."""
-    max_model_len: int = 2048
-    """Prompt and output tokens of one sequence."""
-    prefill_tokens: int = 512
-    """Prompt positions computed in one step: bounds how long running requests wait for a new prompt."""
-    session_timeout: float = 30.0
-    """Seconds after which a silent refit session is undone."""
 
 
 class Engine:
@@ -69,17 +57,21 @@ class Engine:
         self.quarantined = False
         self.weights = LiveWeights(model)
         cache = SlotCache(model.layers, options.max_num_seqs, options.max_model_len)
-        self.scheduler = Scheduler(cache, options.max_num_seqs)
+        self.kv_tokens = options.kv_tokens or options.max_num_seqs * options.max_model_len
+        self.scheduler = Scheduler(cache, options.max_num_seqs, self.kv_tokens)
+        self.prefix = PrefixCache(cache, options.prefix_tokens)
         self.stepper = Stepper(
             model,
             cache,
             self.scheduler,
+            self.prefix,
             max_model_len=options.max_model_len,
             prefill_tokens=options.prefill_tokens,
         )
         self.refits = Refits(self, self.weights, timeout=options.session_timeout, clock=clock)
         self._state: Running = "running"
         self._recompute = False
+        self._kept = False
         self._drained: list[Future[None]] = []
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._stopping = False
@@ -123,9 +115,16 @@ class Engine:
     # Requests.
 
     def submit(
-        self, prompt: Iterable[int], params: SamplingParams, sink: Sink, *, request_id: str = ""
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        request_id: str = "",
+        cache_salt: str | None = None,
     ) -> Request:
-        """Queue a request; `sink` hears of every step, on the engine thread.
+        """Queue a request; `sink` hears of every step, on the engine thread. Only requests with the same
+        `cache_salt` share cached prefixes.
 
         Raises `InvalidInput` (empty or too long a prompt, unknown token, bad parameters) and `Unavailable`
         (quarantined, stopping).
@@ -143,7 +142,15 @@ class Engine:
             external_id=request_id or uuid4().hex,
             max_tokens=min(room, params.max_tokens or room),
             stop_ids=stop_ids,
+            cache_salt=cache_salt,
         )
+        most = params.n * (len(tokens) + request.max_tokens)
+        if most > self.kv_tokens:
+            raise InvalidInput(
+                f"n {params.n} with {len(tokens)} prompt tokens and max_tokens {request.max_tokens} may need "
+                f"{most} positions, the engine has {self.kv_tokens}",
+                hint="ask for less, or start the engine with more kv_tokens",
+            )
         self.call(lambda: self._enqueue(request))
         return request
 
@@ -219,7 +226,8 @@ class Engine:
         self.refits.pause_came(by_it=self._state == "running")
         if mode == "abort":
             self._abort(lambda _: True)
-        if mode == "wait" and self._state != "paused" and self.scheduler.rows:
+        self._kept = self._kept or mode == "keep"
+        if mode == "wait" and self._state != "paused" and (self.scheduler.rows or self.scheduler.resuming):
             self._state = "draining"
             self._drained.append(done)
             return
@@ -246,7 +254,10 @@ class Engine:
             )
         if self._recompute:
             self.scheduler.forget_kv()
-        self._recompute = False
+        if self._recompute or self._kept:
+            # Running requests may go on with keys and values of before: no new one may find theirs.
+            self.prefix.renew()
+        self._recompute = self._kept = False
         self._state = "running"
         self.refits.resumed()
         waiters, self._drained = self._drained, []
@@ -260,6 +271,10 @@ class Engine:
         """Paused, or on the way there."""
         return self._state != "running"
 
+    def reset_prefix_cache(self) -> None:
+        """No new request finds keys or values of an earlier one."""
+        self.call(self.prefix.renew)
+
     def reset_kv(self) -> None:
         """All running requests compute their keys and values anew."""
         self.call(self.scheduler.forget_kv)
@@ -267,7 +282,10 @@ class Engine:
     # Labels and weights.
 
     def weights_changed(self) -> None:
-        """On the engine thread: weights or label are others now, so a half-computed pass starts over."""
+        """On the engine thread: weights or label are others now, so a half-computed pass starts over, and no
+        new request finds what the old ones computed.
+        """
+        self.prefix.renew()
         self.scheduler.restart_partial()
 
     def quarantine(self, why: str) -> None:
@@ -284,7 +302,7 @@ class Engine:
 
         def change() -> None:
             self.identity = Identity(label, self.identity.version, self.identity.run)
-            self.scheduler.restart_partial()
+            self.weights_changed()
 
         self.call(change)
 
@@ -356,7 +374,7 @@ class Engine:
 
     def _may_step(self) -> bool:
         if self._state == "draining":
-            return bool(self.scheduler.rows)
+            return bool(self.scheduler.rows) or self.scheduler.resuming
         return self._state == "running" and bool(self.scheduler.rows or self.scheduler.queue)
 
     def _step(self) -> None:
@@ -367,7 +385,7 @@ class Engine:
         ) as error:  # one bad step must not take the engine down with requests that hang for ever
             log.exception("a step failed: %s", error)
             self._abort(lambda r: any(s in self.scheduler.rows for s in r.sequences), "error")
-        if self._state == "draining" and not self.scheduler.rows:
+        if self._state == "draining" and not self._may_step():
             self._now_paused()
 
     def _obey(self) -> bool:

@@ -136,3 +136,16 @@ class SlotCache(Cache):  # type: ignore[misc]
             if layer.is_initialized:
                 layer.keys[row].zero_()
                 layer.values[row].zero_()
+
+    def read_row(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """A copy of keys and values at some positions of one row: [layers, 2, kv_heads, positions,
+        head_dim].
+        """
+        pairs = [torch.stack((x.keys[row, :, start:stop], x.values[row, :, start:stop])) for x in self.layers]
+        return torch.stack(pairs)
+
+    def write_row(self, row: int, kept: torch.Tensor) -> None:
+        """Put such copies back at the first positions of a row."""
+        for layer, (keys, values) in zip(self.layers, kept, strict=True):
+            layer.keys[row, :, : kept.shape[-2]] = keys
+            layer.values[row, :, : kept.shape[-2]] = values

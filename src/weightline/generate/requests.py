@@ -40,6 +40,9 @@ class Completion(Struct, frozen=True, kw_only=True):
     """Output indexes before whose sampling all keys and values were computed anew, under the label of that
     token.
     """
+    cached_tokens: int
+    """Context positions whose keys and values came from the prefix cache when the request was first admitted.
+    """
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
@@ -64,12 +67,14 @@ class Sequence:
     """
 
     __slots__ = (
+        "cached_tokens",
         "computed",
         "finished",
         "generator",
         "index",
         "kv",
         "logprobs",
+        "namespace",
         "output",
         "poisoned",
         "recomputed_at",
@@ -86,6 +91,9 @@ class Sequence:
         self.kv = SpanBuilder()
         self.recomputed_at: list[int] = []
         self.computed = 0
+        self.cached_tokens = 0
+        self.namespace = -1
+        """Of the prefix cache, in which everything that is computed was computed."""
         self.poisoned = False
         """Its logits were not finite, so its cache row may hold NaN and is cleared when it is left."""
         self.finished = False
@@ -122,7 +130,8 @@ class Sequence:
 
     def take_kv_of(self, other: Sequence) -> None:
         """The cache row of `other` was copied to this sequence's row."""
-        self.computed = other.computed
+        self.computed, self.namespace = other.computed, other.namespace
+        self.cached_tokens = other.cached_tokens
         for span in other.kv.spans():
             self.kv.append(span.version, span.end - span.start)
 
@@ -144,6 +153,7 @@ class Sequence:
             weight_versions=self.spans.spans(),
             kv_weight_versions=self._kv_at_the_end(),
             kv_recomputed_at=tuple(i for i in self.recomputed_at if i < len(self.output)),
+            cached_tokens=self.cached_tokens,
         )
 
     def _kv_at_the_end(self) -> tuple[WeightVersionSpan, ...]:
@@ -160,7 +170,18 @@ class Request:
     request has ended, or even before.
     """
 
-    __slots__ = ("external_id", "id", "max_tokens", "params", "prompt", "sequences", "sink", "stop_ids")
+    __slots__ = (
+        "admitted",
+        "cache_salt",
+        "external_id",
+        "id",
+        "max_tokens",
+        "params",
+        "prompt",
+        "sequences",
+        "sink",
+        "stop_ids",
+    )
 
     def __init__(
         self,
@@ -171,6 +192,7 @@ class Request:
         external_id: str,
         max_tokens: int,
         stop_ids: frozenset[int],
+        cache_salt: str | None = None,
     ) -> None:
         self.id = uuid4().hex
         self.external_id = external_id
@@ -179,6 +201,12 @@ class Request:
         self.sink = sink
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
+        self.cache_salt = cache_salt
+        """Requests with different salts never share keys and values."""
+        self.admitted = 0
+        """Its place in the order of admission, from 1; 0: it never ran. A preempted request waits with what
+        it has sampled.
+        """
         self.sequences = tuple(Sequence(self, i) for i in range(params.n))
 
     @property

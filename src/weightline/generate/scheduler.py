@@ -30,9 +30,14 @@ class RowStore(Protocol):
 class Scheduler:
     """Rows and queue. Only the engine thread touches it."""
 
-    def __init__(self, store: RowStore, max_num_seqs: int) -> None:
+    def __init__(self, store: RowStore, max_num_seqs: int, kv_tokens: int) -> None:
         self.store = store
         self.max_num_seqs = max_num_seqs
+        self.kv_tokens = kv_tokens
+        """Context positions that all running sequences may have together."""
+        self.preempted = 0
+        """Times a request was sent back to wait because they did not suffice."""
+        self._admitted = 0
         self.queue: deque[Request] = deque()
         self.rows: list[Sequence] = []
         self.ready = 0
@@ -41,6 +46,19 @@ class Scheduler:
     def unforked(self) -> int:
         """Rows promised to further sequences of a request whose prompt is being computed."""
         return sum(len(s.request.sequences) - 1 for s in self.rows[self.ready :] if not s.output)
+
+    @property
+    def used(self) -> int:
+        """Context positions of running sequences, and of those that wait for a prompt half-computed."""
+        forks = sum(
+            (len(s.request.sequences) - 1) * s.length for s in self.rows[self.ready :] if not s.output
+        )
+        return sum(s.length for s in self.rows) + forks
+
+    @property
+    def resuming(self) -> bool:
+        """The first request in the queue ran before and was preempted."""
+        return bool(self.queue) and self.queue[0].admitted > 0
 
     @property
     def requests(self) -> list[Request]:
@@ -52,17 +70,39 @@ class Scheduler:
         """Live requests for which `wanted` holds."""
         return [r for r in self.requests if wanted(r)]
 
-    def admit(self) -> bool:
-        """Move the first waiting request into a row when there is room for all its sequences. First come,
-        first served.
+    def admit(self) -> list[Sequence]:
+        """Move the first waiting request into rows when there is room for all its sequences, and return those
+        that now have one. First come, first served.
         """
-        if (
-            not self.queue
-            or len(self.rows) + self.unforked + len(self.queue[0].sequences) > self.max_num_seqs
-        ):
-            return False
-        self.rows.append(self.queue.popleft().sequences[0])
-        return True
+        if not self.queue:
+            return []
+        request = self.queue[0]
+        live = request.live
+        room = len(self.rows) + self.unforked + len(live) <= self.max_num_seqs
+        if not room or self.used + sum(s.length for s in live) > self.kv_tokens:
+            return []
+        self.queue.popleft()
+        self._admitted += 1
+        request.admitted = self._admitted
+        # Sequences of one prompt compute it once; those that have gone on alone have a context of their own.
+        rows = list(live) if any(s.output for s in live) else [request.sequences[0]]
+        self.rows += rows
+        return rows
+
+    def make_room(self) -> None:
+        """Before a step: while running sequences have more positions than there are, the request that was
+        admitted last goes back to the head of the queue, with what it has sampled.
+        """
+        while self.used > self.kv_tokens:
+            running = list(dict.fromkeys(s.request for s in self.rows))
+            if len(running) < 2:
+                return
+            request = max(running, key=lambda r: r.admitted)
+            for sequence in request.live:
+                self.leave(sequence)
+                sequence.forget_kv()
+            self.queue.appendleft(request)
+            self.preempted += 1
 
     def computed_prompt(self, sequence: Sequence) -> list[Sequence]:
         """Row `ready` is done and can decode. Its request's other sequences get copies of the row; returns

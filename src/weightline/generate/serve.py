@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightline.errors import InvalidInput, Unavailable
+from weightline.generate.options import EngineOptions
 
 if TYPE_CHECKING:
     from weightline.generate.engine import Engine
@@ -50,12 +51,14 @@ def serve_engine(
     dtype: str = "auto",
     max_num_seqs: int = 16,
     max_model_len: int = 2048,
+    kv_tokens: int | None = None,
+    prefix_tokens: int = 4096,
     session_timeout: float = 30.0,
     threads: int | None = None,
     ready: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Run the rollout engine until SIGINT or SIGTERM. `port` 0 takes a free one; `threads` None leaves the
-    choice to torch.
+    choice to torch, the limits are those of `EngineOptions`.
 
     `ready` is called once it answers, with `url`, `port`, `pid`, `instance`, `model` and `load_s`. Raises
     `InvalidInput` (model folder, dtype, limits), `FormatError` (damaged weights) and `Unavailable` (port in
@@ -63,11 +66,16 @@ def serve_engine(
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    options = EngineOptions(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        kv_tokens=kv_tokens,
+        prefix_tokens=prefix_tokens,
+        session_timeout=session_timeout,
+    )
     listener = bind(host, port)
     try:
-        _serve(
-            listener, host, Path(model), dtype, max_num_seqs, max_model_len, session_timeout, threads, ready
-        )
+        _serve(listener, host, Path(model), dtype, options, threads, ready)
     finally:
         listener.close()
 
@@ -77,9 +85,7 @@ def _serve(
     host: str,
     folder: Path,
     dtype: str,
-    max_num_seqs: int,
-    max_model_len: int,
-    session_timeout: float,
+    options: EngineOptions,
     threads: int | None,
     ready: Callable[[dict[str, Any]], None] | None,
 ) -> None:
@@ -88,18 +94,15 @@ def _serve(
 
     from weightline import codec
     from weightline.generate.app import build_app
-    from weightline.generate.engine import Engine, EngineOptions
+    from weightline.generate.engine import Engine
     from weightline.generate.model import load_model
 
     if threads is not None:
         torch.set_num_threads(threads)
-    options = EngineOptions(
-        max_num_seqs=max_num_seqs, max_model_len=max_model_len, session_timeout=session_timeout
-    )
     # Compiled before the engine reports ready: a compilation inside a pause would be the longest pause of
     # the run.
     codec.warm()
-    engine = Engine(load_model(folder, dtype=dtype, max_model_len=max_model_len), options)
+    engine = Engine(load_model(folder, dtype=dtype, max_model_len=options.max_model_len), options)
     taken = listener.getsockname()[1]
     facts = {
         "url": f"http://{f'[{host}]' if ':' in host else host}:{taken}",

@@ -10,6 +10,7 @@ import torch
 
 from weightline.generate.kv import SlotCache
 from weightline.generate.model import LoadedModel
+from weightline.generate.prefix import PrefixCache
 from weightline.generate.requests import Chunk, FinishReason, Sequence
 from weightline.generate.sampling import GREEDY_BELOW, raw_logprobs, sample
 from weightline.generate.scheduler import Scheduler
@@ -25,6 +26,7 @@ class Stepper:
         model: LoadedModel,
         cache: SlotCache,
         scheduler: Scheduler,
+        prefix: PrefixCache,
         *,
         max_model_len: int,
         prefill_tokens: int,
@@ -32,6 +34,7 @@ class Stepper:
         self.model = model
         self.cache = cache
         self.scheduler = scheduler
+        self.prefix = prefix
         self.max_model_len = max_model_len
         self.prefill_tokens = prefill_tokens
         self.steps = 0
@@ -39,20 +42,34 @@ class Stepper:
 
     def step(self, label: str, *, admit: bool = True) -> None:
         """Compute prompts for at most `prefill_tokens` positions, then one token for every row that is
-        ready.
+        ready. `admit`: requests that never ran may begin; preempted ones go on in any case.
         """
         self.steps += 1
         scheduler, budget = self.scheduler, self.prefill_tokens
+        scheduler.make_room()
         while budget > 0:
-            if scheduler.ready == len(scheduler.rows) and not (admit and scheduler.admit()):
+            if scheduler.ready == len(scheduler.rows) and not self._admit(fresh=admit):
                 break
             budget -= self._prefill(budget, label)
         if scheduler.ready:
             self._decode(label)
 
+    def _admit(self, *, fresh: bool) -> bool:
+        if not (fresh or self.scheduler.resuming):
+            return False
+        first = len(self.scheduler.rows)
+        admitted = self.scheduler.admit()
+        for row, sequence in enumerate(admitted, first):
+            self.prefix.restore(sequence, row)
+            if not sequence.output:
+                sequence.cached_tokens = sequence.computed
+        return bool(admitted)
+
     def _prefill(self, budget: int, label: str) -> int:
         scheduler, row = self.scheduler, self.scheduler.ready
         sequence = scheduler.rows[row]
+        if not sequence.computed:
+            sequence.namespace = self.prefix.namespace
         start, count = sequence.computed, min(budget, sequence.pending)
         mask = self.cache.for_prefill(row, start, count, self.model.dtype, self.model.device)
         tokens = torch.tensor([sequence.context(start, start + count)], device=self.model.device)
@@ -60,6 +77,7 @@ class Stepper:
         logits = self.model.logits(tokens, positions, mask, self.cache)
         sequence.cover(label, count)
         if sequence.pending == 0:
+            self.prefix.keep(sequence, row, label)
             siblings = scheduler.computed_prompt(sequence)
             self._sample(siblings, logits.expand(len(siblings), -1), label)
         return count
@@ -83,6 +101,7 @@ class Stepper:
         for i, sequence in enumerate(sequences):
             if not finite[i]:
                 sequence.poisoned = True
+                self.prefix.renew()  # its prompt may be held, and hold NaN
                 log.error(
                     "request %s: logits are not finite under label %s", sequence.request.external_id, label
                 )
@@ -105,10 +124,17 @@ class Stepper:
                 )
             else:
                 final = sequence.complete(reason)
-                self.scheduler.leave(sequence)
+                self._leave(sequence, label)
                 sequence.request.sink(
                     Chunk(index=sequence.index, token_ids=(token,), logprobs=chunk_logprobs, final=final)
                 )
+
+    def _leave(self, sequence: Sequence, label: str) -> None:
+        """Free the row of a sequence that has ended; what it computed serves the next turn of a
+        conversation.
+        """
+        self.prefix.keep(sequence, self.scheduler.rows.index(sequence), label)
+        self.scheduler.leave(sequence)
 
     def _ended(self, sequence: Sequence, token: int) -> FinishReason | None:
         request = sequence.request
