@@ -253,6 +253,8 @@ def check(
         for name in report.mismatches:
             say(f"differs: {name}")
         verdict = "equal" if report.ok else f"{len(report.mismatches)} differ"
+        if report.unreadable:
+            say(f"{len(report.unreadable)} cannot be read back: the engine processed them after loading")
         say(f"{report.tensors} tensors compared with version {report.version} ({report.label}): {verdict}")
     if not report.ok:
         raise SystemExit(STATUS["integrity"].exit_code)

@@ -63,6 +63,43 @@ class Change:
     bits: npt.NDArray[Any]
 
 
+@dataclass(frozen=True)
+class WholeTensor:
+    """One tensor of a module that takes no changes, in full: its bits lie alone in a mapped file, in the
+    stored dtype. `old`: the same of the version that is live, for the way back."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    path: str
+    old_path: str | None
+    old_digest: str | None
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> WholeTensor:
+        """From a request. Raises `KeyError`, `TypeError`, `ValueError`."""
+        fields = {key: entry[key] for key in ("name", "dtype", "digest", "path", "old_path", "old_digest")}
+        return cls(shape=tuple(int(n) for n in entry["shape"]), **fields)
+
+
+def map_bits(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
+    """The bits of one tensor's file, mapped privately. Raises `Refused` when it is not `count` elements."""
+    from weightline.plugins.bits import UNSIGNED, width
+
+    kind = np.dtype(UNSIGNED[width(dtype)])
+    if count == 0:
+        return np.empty(0, kind)
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path}: cannot be mapped ({error})", kind="integrity") from None
+    if len(data) != count * kind.itemsize:
+        raise Refused(f"{path}: {len(data)} bytes, not {count * kind.itemsize}", kind="integrity")
+    return np.frombuffer(data, kind)
+
+
 def write_refit(path: Path, changes: list[Change]) -> tuple[int, str]:
     """Write `path` (temporary name, rename); returns its size in bytes and its SHA-256."""
     entries: list[dict[str, Any]] = []

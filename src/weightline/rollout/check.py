@@ -22,7 +22,7 @@ ATTEMPTS = 5
 
 
 class CheckReport(Struct, frozen=True):
-    """What `check` found. `ok`: every committed tensor is in the engine, bit by bit."""
+    """What `check` found. `ok`: every committed tensor that the engine has bits of is there, bit by bit."""
 
     ok: bool
     version: int
@@ -37,6 +37,8 @@ class CheckReport(Struct, frozen=True):
     """Committed names whose live bytes differ."""
     uncovered: tuple[str, ...] = ()
     """Live tensors that the version does not name."""
+    unreadable: tuple[str, ...] = ()
+    """Committed names that the engine processed after loading: it has no bits of theirs to compare."""
 
 
 def check(
@@ -74,16 +76,19 @@ def _check(line: Line, port: EnginePort, wanted: int | None, rules: Mapping[str,
         mismatches = tuple(
             entry.spec.name
             for entry in manifest.tensors
-            if live.get(mapping[entry.spec.name]) != entry.digest
+            if mapping[entry.spec.name] not in before.groups
+            and live.get(mapping[entry.spec.name]) != entry.digest
         )
+        unreadable = tuple(e.spec.name for e in manifest.tensors if mapping[e.spec.name] in before.groups)
         return CheckReport(
             ok=not mismatches,
             version=version,
             label=before.label,
             label_matches=before.label == record.label,
-            tensors=len(manifest.tensors),
+            tensors=len(manifest.tensors) - len(unreadable),
             mismatches=mismatches,
             uncovered=names.uncovered(mapping, before),
+            unreadable=unreadable,
         )
     raise Unavailable(
         "the engine took new versions during every attempt to check it",

@@ -29,12 +29,13 @@ from weightline.errors import (
     WeightlineError,
 )
 from weightline.rollout import mapping as names
-from weightline.rollout.engines.base import EngineDescription, EnginePort, Prepared, Refit
+from weightline.rollout.engines.base import EngineDescription, EnginePort, Refit
 from weightline.rollout.hold import Holds
+from weightline.rollout.memory import Doubt, PendingAck, Plan, times
 from weightline.rollout.refit import RefitOutcome, run_refit
 from weightline.rollout.replica import RefitFile, Replica
 from weightline.rollout.target import chosen, live_version
-from weightline.types import Verification, VersionRecord
+from weightline.types import VersionRecord
 
 if TYPE_CHECKING:
     from weightline.service.line import Line
@@ -47,31 +48,6 @@ BACKOFF = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds to wait after the first, second, … failure in a row; the last one repeats."""
 DELTA_FAILURES = 2
 """So many failures in a row with a delta, then the full version is tried."""
-
-
-class _Plan(msgspec.Struct, frozen=True):
-    record: VersionRecord
-    manifest: Any
-    mapping: dict[str, str]
-    fresh: bool
-    """The engine was never told a version, and knows the digests of what it started from."""
-
-
-class _PendingAck(msgspec.Struct, frozen=True):
-    version: int
-    verified: Verification = "none"
-    pause_ms: float | None = None
-    detail: str = ""
-    sent: bool = False
-    trace: dict[str, float] = {}
-    """When the engine took the steps there, seconds since the Unix epoch."""
-
-
-class _Doubt(msgspec.Struct, frozen=True):
-    """The end of a refit was lost on the way: the engine may still be paused by us, and the session may still
-    be open."""
-
-    session: Prepared | None
 
 
 class Follower:
@@ -104,8 +80,8 @@ class Follower:
         self._delta_failures = 0
         self._last_served: int | None = None
         self._seen: int | None = None
-        self._ack: _PendingAck | None = None
-        self._doubt: _Doubt | None = None
+        self._ack: PendingAck | None = None
+        self._doubt: Doubt | None = None
         self._said: tuple[Any, ...] | None = None
         self._holds = Holds(line.run)
 
@@ -213,6 +189,7 @@ class Follower:
             have_label=engine.label if have is not None else None,
             file=file.path,
             digests=file.digests,
+            whole=file.whole,
         )
         foreign_pause = engine.paused and not engine.quarantined and self._doubt is None
         try:
@@ -220,12 +197,12 @@ class Follower:
                 self.port, refit, own_pause=not foreign_pause, clock=self._clock, sleep=self._sleep
             )
             if outcome.pause_in_doubt or outcome.open_session is not None:
-                self._doubt = _Doubt(outcome.open_session)
+                self._doubt = Doubt(outcome.open_session)
             elif outcome.state != "unknown":
                 self._doubt = None
             if outcome.state == "new":
-                trace = _times(outcome.phases, time.time())
-                self._ack = _PendingAck(record.version, outcome.verified, outcome.pause_ms, trace=trace)
+                trace = times(outcome.phases, time.time())
+                self._ack = PendingAck(record.version, outcome.verified, outcome.pause_ms, trace=trace)
             self._confirm(engine, record, outcome, foreign_pause)
         except WeightlineError as error:
             return self._failed(error, record, live, have)
@@ -250,7 +227,7 @@ class Follower:
         )
         return 0.0
 
-    def _plan(self, engine: EngineDescription, record: VersionRecord) -> _Plan:
+    def _plan(self, engine: EngineDescription, record: VersionRecord) -> Plan:
         manifest = self.line.manifest(record.version)
         specs = [entry.spec for entry in manifest.tensors]
         mapping = names.resolve(specs, engine, rules=self.rules)
@@ -262,15 +239,15 @@ class Follower:
                 hint="serve a model with untied weights, or commit tied ones",
             )
         fresh = engine.proves_digests and engine.version is None and not engine.quarantined
-        return _Plan(record, manifest, mapping, fresh)
+        return Plan(record, manifest, mapping, engine.groups, fresh)
 
-    def _fetch(self, plan: _Plan, have: int | None) -> tuple[RefitFile, int | None]:
+    def _fetch(self, plan: Plan, have: int | None) -> tuple[RefitFile, int | None]:
         """The file to hand over, and the version it starts from: None for a full one, also when the way from
         `have` is gone."""
         if have is not None:
             try:
                 return self.replica.delta_file(
-                    self.line, plan.record, have, plan.manifest, plan.mapping
+                    self.line, plan.record, have, plan.manifest, plan.mapping, plan.groups
                 ), have
             except (VersionGone, VersionNotFound, InvalidInput):
                 pass  # deltas retired, or shapes changed on the way: the full version needs neither
@@ -279,7 +256,9 @@ class Follower:
             # Started from a folder that may hold this very version, or most of it.
             with contextlib.suppress(InvalidInput, RefitError):
                 live = self.port.digests(tuple(plan.mapping.values()))
-        file = self.replica.full_file(self.line, plan.record, plan.manifest, plan.mapping, live=live)
+        file = self.replica.full_file(
+            self.line, plan.record, plan.manifest, plan.mapping, plan.groups, live=live
+        )
         return file, None
 
     def _confirm(
@@ -349,7 +328,7 @@ class Follower:
             # The engine served it before this follower came: it was acknowledged by the one before, or it
             # died in between.
             said = any(a.subscriber == self.id for a in record.acks)
-            ack = self._ack = _PendingAck(record.version, detail="found serving it", sent=said)
+            ack = self._ack = PendingAck(record.version, detail="found serving it", sent=said)
         if ack.sent:
             return True
         try:
@@ -402,20 +381,6 @@ class Follower:
                 "have": None,
             }
             self._on_event(base | fields)
-
-
-def _times(phases: Mapping[str, float], ended: float) -> dict[str, float]:
-    """When the bytes were proved (prepare) and when they were in place and read back, from the lengths of a
-    refit's phases.
-    """
-    stages = {"prepare": "verified", "apply": "applied", "verify": "applied"}
-    times: dict[str, float] = {}
-    at = ended
-    for verb, ms in reversed(list(phases.items())):
-        if verb in stages:
-            times.setdefault(stages[verb], at)
-        at -= ms / 1e3
-    return times
 
 
 def _round(ms: float | None) -> float | None:

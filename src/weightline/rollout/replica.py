@@ -1,9 +1,9 @@
 """What a follower keeps on disk for its engine, and the one file it hands over for a refit.
 
 The bytes of every version lie in the store already, mapped from the same host, so a replica holds nothing
-between two refits: it takes what it needs from the store, for the length of one refit, into a runtime folder
-of its own. Every change in the file is an absolute value, so that applying it twice is harmless and N-1 can
-be made again from the store at any time.
+between two refits but what its engine must be given in full (`host.py`): it takes what it needs from the
+store, for the length of one refit, into a runtime folder of its own. Every change in the file is an absolute
+value, so that applying it twice is harmless and N-1 can be made again from the store at any time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightline.errors import IntegrityError, InvalidInput, StorageFull
+from weightline.rollout.engines.base import WholeTensor
+from weightline.rollout.host import HostTensors
 
 if TYPE_CHECKING:
     from weightline.codec import Delta
@@ -52,6 +54,8 @@ class RefitFile(msgspec.Struct, frozen=True):
     elements: int
     nbytes: int
     """Size of the file in bytes."""
+    whole: tuple[WholeTensor, ...] = ()
+    """See `Refit.whole`."""
 
 
 def _process_started(pid: int) -> float | None:
@@ -122,14 +126,28 @@ class Replica:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def delta_file(
-        self, line: Line, record: VersionRecord, have: int, manifest: Manifest, mapping: Mapping[str, str]
+        self,
+        line: Line,
+        record: VersionRecord,
+        have: int,
+        manifest: Manifest,
+        mapping: Mapping[str, str],
+        groups: Mapping[str, int],
     ) -> RefitFile:
-        """One file that takes the bytes of `have` to those of `record`, however many versions lie between.
+        """One file that takes the bytes of `have` to those of `record`, however many versions lie between,
+        and in full what goes with a group that it touches.
 
         Raises `IntegrityError`, `VersionGone`.
         """
         delta = line.fetch_delta(record.version, have=have)
-        return self._write(delta, manifest, mapping, f"{have}-{record.version}")
+        file = self._write(delta, manifest, mapping, f"{have}-{record.version}")
+        touched = {groups[mapping[name]] for name in delta.changed if mapping[name] in groups}
+        if not touched:
+            return file
+        names = _together(manifest, mapping, groups, touched)
+        base = line.manifest(have)
+        whole = HostTensors(self.folder).whole(line, manifest, names, mapping, base=base, delta=delta)
+        return msgspec.structs.replace(file, whole=whole)
 
     def full_file(
         self,
@@ -137,6 +155,7 @@ class Replica:
         record: VersionRecord,
         manifest: Manifest,
         mapping: Mapping[str, str],
+        groups: Mapping[str, int],
         *,
         live: Mapping[str, str] | None = None,
     ) -> RefitFile:
@@ -149,14 +168,17 @@ class Replica:
 
         digests = {entry.spec.name: entry.digest for entry in manifest.tensors}
         weights = line.load(record.version)  # verified against these digests
+        names = _together(manifest, mapping, groups, set(groups.values()))
+        whole = HostTensors(self.folder).whole(line, manifest, names, mapping)
         there = {name for name, digest in digests.items() if (live or {}).get(mapping[name]) == digest}
+        there.update(names)
         delta = full(
             {name: array for name, array in weights.items() if name not in there},
             digests={name: digest for name, digest in digests.items() if name not in there},
         )
         file = self._write(delta, manifest, mapping, f"full-{record.version}")
         promised = {mapping[name]: digest for name, digest in digests.items()}
-        return msgspec.structs.replace(file, digests=promised)
+        return msgspec.structs.replace(file, digests=promised, whole=whole)
 
     def discard(self, file: RefitFile) -> None:
         """Remove a file that this replica wrote."""
@@ -175,6 +197,14 @@ class Replica:
                 f"{path}: {error.strerror or error}", hint="free space, or give another --runtime-dir"
             ) from None
         return RefitFile(path, digests, delta.elements, nbytes)
+
+
+def _together(
+    manifest: Manifest, mapping: Mapping[str, str], groups: Mapping[str, int], touched: set[int]
+) -> list[str]:
+    """The version's names of everything in the touched groups."""
+    names = (entry.spec.name for entry in manifest.tensors)
+    return [name for name in names if groups.get(mapping[name]) in touched]
 
 
 def _renamed(delta: Delta, mapping: Mapping[str, str]) -> Delta:

@@ -69,16 +69,26 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
         self.refusals += unsupported_parts(vllm_config)
         try:
             where = folder.find(vllm_config.model_config.model, vllm_config.model_config.revision)
-            self.weights = LiveWeights(model, folder.read(where))
+            self.weights = LiveWeights(model, folder.read(where), vllm_config)
             self.refits = Refits(self.weights)
         except Refused as error:
             self.refusals.append(error.message)
             return
-        self._jobs.put(self.weights.prove)
-        refused = {p.name: p.refusal for p in self.weights.places.values() if p.refusal}
-        log.info("weightline: %d tensors mapped, %d refused", len(self.weights.places), len(refused))
-        for name, reason in list(refused.items())[:20]:
-            log.warning("weightline: %s cannot be refitted: %s", name, reason)
+        weights = self.weights
+        self._jobs.put(lambda: self._prove(weights))
+
+    @staticmethod
+    def _prove(weights: LiveWeights) -> None:
+        weights.prove()
+        whole = [place for place in weights.places.values() if place.group is not None]
+        refused = [place for place in weights.places.values() if place.refusal and place.group is None]
+        log.info(
+            "weightline: %d tensors mapped, %d of them go as whole modules, %d are refused",
+            len(weights.places), len(whole), len(refused),
+        )  # fmt: skip
+        for place in (whole + refused)[:20]:
+            way = "goes with its whole module" if place.group is not None else "cannot be refitted"
+            log.warning("weightline: %s %s: %s", place.name, way, place.refusal)
 
     # vLLM's interface.
 
@@ -177,6 +187,7 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
         if request.get("tensors"):
             answer["tensors"] = [[name, dtype, list(shape)] for name, dtype, shape in weights.specs()]
             answer["aliases"] = weights.aliases
+            answer["groups"] = weights.groups()
         return answer
 
     def _prepare(self, request: Mapping[str, Any]) -> None:
@@ -188,7 +199,8 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
         def job() -> None:
             def act() -> dict[str, Any]:
                 refits.prepare(session, request)
-                return {"session": session.id, "elements": session.elements}
+                verified = "live" if session.whole is None else "loader_input"
+                return {"session": session.id, "elements": session.elements, "verified": verified}
 
             self._answer(path, act)
 
@@ -223,7 +235,9 @@ class WeightlineTransferEngine(WeightTransferEngine[Request, Request]):  # type:
             unknown = [n for n in wanted if weights.aliases.get(n, n) not in weights.places]
             if unknown:
                 raise Refused(f"no such tensors: {', '.join(unknown)}", kind="invalid_input")
-            return {"digests": {name: sums.render(weights.digest(name)) for name in wanted}}
+            # What the engine processed after loading has no bits to read: those names are left out.
+            plain = [n for n in wanted if weights.places[weights.aliases.get(n, n)].group is None]
+            return {"digests": {name: sums.render(weights.digest(name)) for name in plain}}
 
         self._jobs.put(lambda: self._answer(path, act))
 

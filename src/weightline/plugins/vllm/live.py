@@ -20,7 +20,7 @@ from weightline.plugins import bits as dtypes
 from weightline.plugins import sums
 from weightline.plugins.bits import Bits
 from weightline.plugins.exchange import Change, Refused
-from weightline.plugins.vllm import packing, proof, trace
+from weightline.plugins.vllm import packing, proof, trace, whole
 from weightline.plugins.vllm.folder import Stored
 from weightline.plugins.vllm.places import Box, Index, Live, Misfit, Place, read_box, sources
 
@@ -66,7 +66,7 @@ class Planned:
 class LiveWeights:
     """All places of one model. `prove()` must have run before the first `plan`."""
 
-    def __init__(self, model: Any, stored: list[Stored]) -> None:
+    def __init__(self, model: Any, stored: list[Stored], vllm_config: Any) -> None:
         self.generation = 0
         self.writing = 0
         self.stored = {tensor.name: tensor for tensor in stored}
@@ -76,7 +76,9 @@ class LiveWeights:
         """Digest in the stored dtype, proved by a full computation or carried over verified writes."""
         self.proved = threading.Event()
         self._live: dict[str, Live] = {}
-        traced = trace.trace_loaders(model, [(t.name, t.dtype, t.shape) for t in stored])
+        specs = [(t.name, t.dtype, t.shape) for t in stored]
+        traced = trace.trace_loaders(model, specs)
+        self.whole = whole.WholeModules(model, vllm_config, whole.homes(model, specs))
         self._refusals = self._open(model, traced)
         for tensor in stored:
             self._add(tensor, traced)
@@ -99,6 +101,7 @@ class LiveWeights:
         """A `Live` for every parameter that a loader writes to, and why some may not be written directly."""
         refusals = dict(traced.opaque)
         modules, derived = proof.modules_of(model), proof.derived(model)
+        self.whole.derived = {key: owner for key, (_, owner) in derived.items()}
         by_key = {key: (address, data) for address, (key, data) in trace.storages(model).items()}
         for key in {box.parameter for boxes in traced.boxes.values() for box in boxes}:
             address, data = by_key[key]
@@ -109,17 +112,19 @@ class LiveWeights:
                 continue
             for _, module, attribute in modules.get(address, []):
                 live.packing = live.packing or packing.learn(module, attribute)
-                reason = derived.get(id(module), "") or proof.why_not_alive(module, attribute)
+                reason = derived.get(id(module), ("", ""))[0] or proof.why_not_alive(module, attribute)
                 if reason:
                     refusals.setdefault(key, reason)
         return refusals
 
     def _add(self, tensor: Stored, traced: trace.Trace) -> None:
         boxes = tuple(sorted(traced.boxes.get(tensor.name, []), key=lambda box: box.source))
-        if not boxes and tensor.name not in traced.faults:
+        if not boxes and tensor.name not in traced.faults and tensor.name not in self.whole.homes:
             return  # the model's own loader passes it over: a name without a home
         place = Place(tensor.name, tensor.dtype, tensor.shape, boxes)
         reasons = [traced.faults.get(tensor.name, "")]
+        if not boxes:
+            reasons.append("its loader computes what it writes")
         reasons += [self._refusals.get(box.parameter, "") for box in boxes]
         if boxes and place.covered != place.count:
             reasons.append(f"its loader copies {place.covered} of {place.count} elements")
@@ -127,6 +132,7 @@ class LiveWeights:
             live = self._live.get(box.parameter)
             if live is not None and not dtypes.holds(live.dtype, tensor.dtype):
                 reasons.append(f"stored as {tensor.dtype}, the engine's {live.dtype} cannot hold it exactly")
+                place.lossy = True
         place.refusal = next((reason for reason in reasons if reason), "")
         self.places[tensor.name] = place
 
@@ -149,6 +155,11 @@ class LiveWeights:
             found.append((name, live.dtype if live else place.stored, place.shape))
         known = {spec[0]: spec for spec in found}
         return found + [(name, *known[owner][1:]) for name, owner in self.aliases.items()]
+
+    def groups(self) -> dict[str, int]:
+        """Names that go with whole modules -> number of their group; complete when `proved` is set."""
+        found = {name: place.group for name, place in self.places.items() if place.group is not None}
+        return found | {alias: found[name] for alias, name in self.aliases.items() if name in found}
 
     # Reading.
 
@@ -191,7 +202,8 @@ class LiveWeights:
         return total
 
     def prove(self) -> None:
-        """Compare every place with the folder, bit by bit; what differs is not plain. Sets `proved`."""
+        """Compare every place with the folder, bit by bit; what differs is not plain, and goes with whole
+        modules if it can. Sets `proved`."""
         for place in self.places.values():
             if place.refusal:
                 continue
@@ -209,6 +221,10 @@ class LiveWeights:
                     break
             else:
                 self.carried[place.name] = total
+        self.whole.group(self.places, self.stored)
+        for place in self.places.values():
+            if place.group is not None:
+                self.carried.pop(place.name, None)
         self.proved.set()
 
     # Planning.

@@ -132,6 +132,10 @@ class Place:
     boxes: tuple[Box, ...]
     refusal: str = ""
     """Why it cannot be written directly; empty when it is proved plain."""
+    lossy: bool = False
+    """The refusal is about its dtype: no way in would be exact."""
+    group: int | None = None
+    """It goes with this group of whole modules, through vLLM's loaders (`whole.Group`)."""
 
     @property
     def count(self) -> int:

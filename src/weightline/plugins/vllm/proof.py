@@ -146,8 +146,9 @@ def _routed(
     return answer
 
 
-def derived(model: torch.nn.Module) -> dict[int, str]:
-    """Modules (by id) whose weights another module turned into tensors of its own after loading, and who did.
+def derived(model: torch.nn.Module) -> dict[int, tuple[str, str]]:
+    """Modules (by id) whose weights another module turned into tensors of its own after loading: the reason,
+    and the path of the one that did.
 
     Absorbed MLA is the example: the attention keeps products of `kv_b_proj`'s weight as plain attributes,
     and never looks at the weight again while `kv_b_proj` itself still does. A tensor that is neither
@@ -158,7 +159,7 @@ def derived(model: torch.nn.Module) -> dict[int, str]:
         for tensor in (*model.parameters(), *model.buffers())
         if not tensor.is_meta
     }
-    found: dict[int, str] = {}
+    found: dict[int, tuple[str, str]] = {}
     for path, module in model.named_modules():
         for holder in (module, getattr(module, "impl", None), getattr(module, "quant_method", None)):
             for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
@@ -170,5 +171,5 @@ def derived(model: torch.nn.Module) -> dict[int, str]:
                 ):
                     reason = f"{type(module).__name__} {path} keeps {name}, derived after loading"
                     for below in module.modules():
-                        found.setdefault(id(below), reason)
+                        found.setdefault(id(below), (reason, path))
     return found

@@ -14,8 +14,9 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from weightline.plugins import sums
-from weightline.plugins.exchange import Refused, read_refit
+from weightline.plugins.exchange import Refused, WholeTensor, read_refit
 from weightline.plugins.vllm.live import LiveWeights, Planned, Write
+from weightline.plugins.vllm.whole import WholePlan
 
 State = Literal["preparing", "prepared", "applied", "committed", "rolled_back"]
 
@@ -51,9 +52,14 @@ class Session:
     carried: dict[str, sums.Lanes] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
 
+    whole: WholePlan | None = None
+    loading: bool = False
+    """The loaders of `whole` were called: its modules hold the old weights no more."""
+
     @property
     def elements(self) -> int:
-        return sum(write.elements for write in self.writes)
+        whole = 0 if self.whole is None else self.whole.elements
+        return whole + sum(write.elements for write in self.writes)
 
 
 class Refits:
@@ -133,6 +139,8 @@ class Refits:
             changes = read_refit(Path(request["file"]), str(request["sha256"]))
             session.planned = self.weights.plan(changes)
             session.writes = [write for planned in session.planned for write in planned.writes]
+            entries = [WholeTensor.parse(entry) for entry in request.get("whole", ())]
+            session.whole = self.weights.whole.plan(entries, self.weights.places)
         except BaseException:
             if self.session is session:
                 self.session = None
@@ -172,6 +180,10 @@ class Refits:
                     self.fault(f"apply:{number}")
                     if not write.put(write.new):
                         raise RuntimeError(f"{write.live.key} does not hold what was written")
+                if session.whole is not None:
+                    self.fault("apply:whole")
+                    session.loading = True
+                    self.weights.whole.load(session.whole)
         except Exception as error:  # whatever went wrong, half a version must not stay
             self._restore(session)
             raise Refused(
@@ -190,6 +202,8 @@ class Refits:
                 session.carried[place.name] = self.weights.carried[place.name]
             session.stored[place.name] = place.stored
             self.weights.carried[place.name], place.stored = planned.lanes, planned.stored
+        if session.whole is not None:
+            self.weights.whole.commit(session.whole)
         self.identity, self.quarantined, session.state = session.order, "", "committed"
 
     def rollback(self, session_id: str) -> None:
@@ -205,6 +219,9 @@ class Refits:
         try:
             with self.weights.written():
                 wrong = [write.live.key for write in reversed(session.writes) if not write.put(write.old)]
+                if session.whole is not None and session.loading:
+                    self.weights.whole.load_back(session.whole)
+                    session.loading = False
         except Exception as error:  # noqa: BLE001  the engine must not serve weights that nobody knows
             wrong = [str(error)]
         session.state = "rolled_back"
@@ -213,6 +230,8 @@ class Refits:
             raise Refused(self.quarantined, state="unknown", hint="refit the engine in full")
         if committed:
             self.identity = session.before
+            if session.whole is not None:
+                self.weights.whole.uncommit(session.whole)
             for planned in session.planned:
                 place = planned.place
                 place.stored = session.stored[place.name]

@@ -45,8 +45,23 @@ class EngineDescription(Struct, frozen=True, kw_only=True):
     """Tied name -> the name that owns the storage."""
     proves_digests: bool = False
     """It knows the digests of its live tensors, so a full refit may leave out those that need no change."""
+    groups: dict[str, int] = {}
+    """Tensors of modules that take no changes -> number of a group that must be given together, in full."""
     hold: Hold | None = None
     """Every follower brings it to that version and lets it stay there (`weightline rollback`)."""
+
+
+class WholeTensor(Struct, frozen=True, kw_only=True):
+    """A tensor in full, for a module that takes no changes: a file of its bits alone (`rollout/host.py`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    path: str
+    old_path: str | None
+    """The same of the version that is live, for the way back; None when no file is known to hold it."""
+    old_digest: str | None
 
 
 class Refit(Struct, frozen=True, kw_only=True):
@@ -64,6 +79,9 @@ class Refit(Struct, frozen=True, kw_only=True):
     digests: dict[str, str]
     """Additive digest that each tensor must have afterwards, by the engine's name: of those in `file` and,
     when `have` is None, of all (see `EngineDescription.proves_digests`)."""
+    whole: tuple[WholeTensor, ...] = ()
+    """Every tensor of every group that the refit touches (`EngineDescription.groups`); what `file` says of
+    them counts for nothing."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True):

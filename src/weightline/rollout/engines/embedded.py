@@ -82,6 +82,7 @@ class EmbeddedEngine:
 
     def prepare(self, refit: Refit) -> Prepared:
         body = {**msgspec.to_builtins(refit, enc_hook=str), "file": str(refit.file), "holder": self.holder}
+        del body["whole"]  # this engine takes changes to every tensor, and names no groups
         answer = self._call("POST", "/weightline/prepare", _Session, body, self._data)
         return Prepared(session=answer.session, elements=answer.elements)
 

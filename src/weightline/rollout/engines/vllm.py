@@ -11,6 +11,8 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from weightline.errors import ConflictError, InvalidInput, RefitError, Unavailable
 from weightline.rollout.engines.base import EngineDescription, Hold, Prepared, Refit
 from weightline.rollout.engines.vllm_file import worker_file
@@ -65,9 +67,11 @@ class VllmEngine:
         self._instance = ""
         self._tensors: tuple[TensorSpec, ...] = ()
         self._aliases: dict[str, str] = {}
+        self._groups: dict[str, int] = {}
         self._prefix_caching = True
         self._applied = ""
         """Session whose `apply` was answered."""
+        self._verified: Verification = "none"
         self._refits: dict[str, tuple[Refit, str]] = {}
         """Session -> refit and the label before it."""
 
@@ -100,23 +104,25 @@ class VllmEngine:
             quarantined=bool(hello["quarantined"]),
             tensors=self._tensors,
             aliases=self._aliases,
+            groups=self._groups,
             hold=None if hello["hold"] is None else Hold(*hello["hold"]),
         )
 
     def _hello(self) -> dict[str, Any]:
         hello = self.wire.ask("hello", tensors=not self._instance)
-        if hello["instance"] != self._instance:
-            if "tensors" not in hello:
-                hello = self.wire.ask("hello", tensors=True)
-            self._tensors = tuple(TensorSpec(n, dtype, tuple(shape)) for n, dtype, shape in hello["tensors"])
-            self._aliases = dict(hello["aliases"])
-            self._instance = hello["instance"]
-        self._prefix_caching = bool(hello["prefix_caching"])
         if not hello["proved"]:
             raise Unavailable(
                 f"engine {self.wire.url} is still comparing its weights with its checkpoint",
                 hint="it answers as soon as it is done",
             )
+        if hello["instance"] != self._instance:
+            if "tensors" not in hello:
+                hello = self.wire.ask("hello", tensors=True)
+            self._tensors = tuple(TensorSpec(n, dtype, tuple(shape)) for n, dtype, shape in hello["tensors"])
+            self._aliases = dict(hello["aliases"])
+            self._groups = dict(hello["groups"])
+            self._instance = hello["instance"]
+        self._prefix_caching = bool(hello["prefix_caching"])
         return hello
 
     def _healed(self) -> dict[str, Any]:
@@ -159,11 +165,13 @@ class VllmEngine:
                 holder=self.holder,
                 url=self.wire.url,
                 timeout=self.session_timeout,
+                whole=msgspec.to_builtins(refit.whole),
             )
         finally:
             path.unlink(missing_ok=True)  # what the worker mapped stays mapped
         session = str(answer["session"])
         self._refits = {session: (refit, before)}
+        self._verified = answer["verified"]
         return Prepared(session=session, elements=int(answer["elements"]))
 
     def _end_own(self) -> None:
@@ -193,10 +201,11 @@ class VllmEngine:
         self._applied = prepared.session
 
     def verify(self, prepared: Prepared) -> Verification:
-        """The worker reads back what it wrote as part of `apply`: an answered apply is a verified one."""
+        """The worker reads back what it wrote as part of `apply`: an answered apply is a verified one. Of
+        whole modules it knows what their loaders were given, and asks those that can be asked."""
         if self._applied != prepared.session and self._state(prepared) != "applied":
             raise RefitError("nothing is applied that could be verified", engine_state="old")
-        return "live"
+        return self._verified
 
     def invalidate(self, prepared: Prepared) -> None:  # noqa: ARG002
         if not self._prefix_caching:

@@ -25,8 +25,11 @@ def worker_file(refit: Refit, path: Path) -> str:
             hint="hand over absolute values",
         )
     changes = []
+    whole = {tensor.name for tensor in refit.whole}
     for change in delta.changes():
         spec = change.spec
+        if spec.name in whole:
+            continue
         digest = refit.digests.get(spec.name, change.digest)
         changes.append(Change(spec.name, spec.dtype, spec.shape, digest, change.index, change.bits))
     try:
