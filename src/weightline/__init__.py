@@ -1,7 +1,7 @@
 """Weightline: the weight line for RL post-training.
 
 Commit every version of a policy once, ship it as a lossless delta, swap it into live engines, and know which
-weights sampled every token. The names below are the public surface; all but the errors and the records are
+weights sampled every token. The names below are the public surface; all but the errors are
 loaded on first use, so that `import weightline` costs milliseconds and needs neither torch nor numba nor
 grpc.
 """
@@ -27,12 +27,12 @@ from weightline.errors import (
     WeightlineError,
     WriterFenced,
 )
-from weightline.types import WeightVersionSpan
 
 if TYPE_CHECKING:
     from weightline import spans
     from weightline.service.client import connect
     from weightline.service.embedded import CheckpointEngine, compute_delta
+    from weightline.types import WeightVersionSpan
 
 __version__ = "0.1.0"
 
@@ -60,6 +60,7 @@ __all__ = [
 ]
 
 _LATE = {
+    "WeightVersionSpan": ("weightline.types", "WeightVersionSpan"),
     "CheckpointEngine": ("weightline.service.embedded", "CheckpointEngine"),
     "compute_delta": ("weightline.service.embedded", "compute_delta"),
     "connect": ("weightline.service.client", "connect"),

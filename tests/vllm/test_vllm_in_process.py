@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from vllm_driver import Driver, differing, nudged, read_folder, state
 from vllm_models import loaded
 
 from weightline import codec
-from weightline.errors import ConflictError, IntegrityError, RefitError
+from weightline.errors import ConflictError, IntegrityError, InvalidInput, RefitError
 from weightline.plugins import sums
 
 pytestmark = pytest.mark.vllm
@@ -278,3 +279,34 @@ def test_the_digest_is_the_codecs(width: int) -> None:
     assert sums.parse(codec.digest_of(bits)) == sums.of_range(bits, 0)
     halves = sums.add(sums.of_range(bits[:777], 0), sums.of_range(bits[777:], 777))
     assert sums.render(halves) == codec.digest_of(bits)
+
+
+def test_several_engines_behind_one_url_are_told_apart_and_refused(tiny: Callable[..., Path]) -> None:
+    """A load balancer in front of two engines: some calls would reach one and some the other."""
+    import httpx
+
+    from weightline.rollout.engines.vllm import VllmEngine
+
+    with loaded(tiny("qwen3")) as first, loaded(tiny("llama")) as second:
+        engines, turn = [first.engine, second.engine], [0]
+
+        def balance(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/weight_info":
+                return httpx.Response(200, json={"weight_version": "default"})
+            if request.url.path == "/is_paused":
+                return httpx.Response(200, json={"is_paused": False})
+            engine, body = engines[turn[0] % 2], json.loads(request.content)
+            engine.weights.proved.wait()
+            engine.init_transfer_engine(engine.parse_init_info(body["init_info"]))
+            return httpx.Response(200, json={})
+
+        port = VllmEngine("http://balanced", holder="f", transport=httpx.MockTransport(balance))
+        try:
+            seen = port.describe().instance
+            turn[0] = 1
+            assert port.describe().instance != seen
+            turn[0] = 2
+            with pytest.raises(InvalidInput, match="several engines answer there in turn"):
+                port.describe()
+        finally:
+            port.close()

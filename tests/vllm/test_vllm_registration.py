@@ -96,9 +96,9 @@ def test_registering_imports_nothing_heavy_and_the_plugin_only_torch_and_numpy()
         "assert light <= {'weightline', 'logging', '__future__'} | set(sys.stdlib_module_names), light\n"
         "import weightline.plugins.vllm.session, weightline.plugins.vllm.watchdog\n"
         "ours = {m for m in sys.modules if m.startswith('weightline.')}\n"
-        "allowed = ('weightline.plugins', 'weightline.errors', 'weightline.types')\n"
+        "allowed = ('weightline.plugins', 'weightline.errors')\n"
         "assert all(m.startswith(allowed) for m in ours), ours\n"
-        "assert not {'numba', 'grpc', 'ml_dtypes', 'httpx', 'safetensors'} & set(sys.modules)\n"
+        "assert not {'numba', 'grpc', 'ml_dtypes', 'httpx', 'safetensors', 'msgspec'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -118,11 +118,13 @@ def test_configurations_that_refits_are_not_offered_for_are_all_named(
     config.parallel_config.tensor_parallel_size = 2
     config.parallel_config.data_parallel_size = 3
     config.kv_transfer_config = object()
+    config.ec_transfer_config = object()
     found = unsupported_parts(config)
     assert [reason.split(":")[0] for reason in found] == [
         "tensor-parallel size 2 is not supported",
         "data-parallel size 3 is not supported",
         "a KV connector is configured",
+        "an encoder-cache connector is configured",
     ]
     with loaded(tiny("qwen3")) as live:
         live.engine.refusals += found

@@ -19,14 +19,17 @@ from weightline import codec
 from weightline.audit import replay
 from weightline.core import spans
 from weightline.errors import ConflictError, RefitError, Unavailable
-from weightline.rollout import check
+from weightline.rollout import check, release, rollback
 from weightline.rollout.engines.base import Refit
+from weightline.testing import conformance
 from weightline.types import WeightVersionSpan
 
 pytestmark = pytest.mark.vllm
 
-TOKENS = int(os.environ.get("WEIGHTLINE_SPAN_TOKENS", "20000"))
-"""Tokens checked with each kind of scheduling."""
+TOKENS = int(os.environ.get("WEIGHTLINE_SPAN_TOKENS", "5000"))
+"""Tokens checked with each kind of scheduling while `follow` does the refits."""
+SUITE_TOKENS = int(os.environ.get("WEIGHTLINE_SUITE_TOKENS", "20000"))
+"""Tokens of the conformance suite, with each kind of scheduling."""
 
 
 ASYNCHRONOUS = ("--async-scheduling",)
@@ -365,7 +368,65 @@ def test_rollouts_of_a_small_client_replay_as_their_labels_say(world: World, tmp
     assert report.control.mismatches > 0
 
 
+HANGS = [("workers", "apply"), ("http", "apply")]
+MORE_HANGS = [(who, verb) for who in ("workers", "http") for verb in ("prepare", "pause", "label", "resume")]
+
+
+@pytest.mark.parametrize(
+    ("who", "verb"), [*HANGS, *(pytest.param(*hang, marks=pytest.mark.soak) for hang in MORE_HANGS)]
+)
+def test_a_part_of_the_server_that_hangs_longer_than_a_call_may_take(
+    world: World, who: str, verb: str
+) -> None:
+    """The answer is lost; whether the verb took effect shows later. Nothing is dropped or mislabelled."""
+    _refit_to_next(world)
+    port = world.port("slow", timeout=0.7, session_timeout=3.0)
+    follower = world.follower(port)
+    traffic = Traffic(world.server, streams=2, count=60)
+    new, hung = world.commit(), []
+    original = getattr(port, verb)
+
+    def hangs(*arguments: Any) -> Any:
+        if hung:
+            return original(*arguments)
+        hung.append(verb)
+        with world.server.hanging(who, 2.0):
+            return original(*arguments)
+
+    setattr(port, verb, hangs)
+    world.follow_to(follower, new, within=90.0)
+    assert hung == [verb]
+    _every_token_is_what_its_label_says(world, traffic.stop())
+    _serves(world, world.port("looking"), new)
+
+
+def test_a_rollback_holds_and_a_running_follower_leaves_it_there(world: World) -> None:
+    old = _refit_to_next(world)
+    newest = _refit_to_next(world)
+    with world.follow_process() as follow:
+        world.follow_process_to(follow, newest)
+        report = rollback(world.line, f"vllm={world.server.url}{world.query}", id="follow")
+        assert (report.before, report.version, report.held) == (newest, old, True)
+        later = world.commit()
+        time.sleep(2.5)  # what is shown is that nothing happens: two looks of the follower
+        _serves(world, world.port("looking"), old)
+        release(world.line, f"vllm={world.server.url}{world.query}")
+        world.follow_process_to(follow, later)
+
+
+def test_the_conformance_suite_passes(world: World) -> None:
+    """Last but one: it replaces all weights with its own."""
+    options = conformance.Options(tokens=SUITE_TOKENS, swaps=SUITE_TOKENS // 500, workers=8)
+    report = conformance.run("vllm", world.server.url, world.server.model, options=options)
+    assert [check for check in report.checks if not check.ok] == []
+    assert report.ok
+    follower = world.follower()
+    world.follow_to(follower, world.commit())
+    _serves(world, follower.port, world.version)
+
+
 def test_a_restarted_server_is_brought_to_the_newest_version(world: World) -> None:
+    """Restarted with vLLM's own packing of linears: from then on they go as whole modules."""
     if world.server.flags != ASYNCHRONOUS:
         # One more start is enough; the other server shows that a killed one is told from a silent one.
         world.server.kill()
@@ -378,8 +439,46 @@ def test_a_restarted_server_is_brought_to_the_newest_version(world: World) -> No
     instance = follower.port.describe().instance
     world.server.kill()
     follower.step()
-    world.server.start()
+    world.server.start(WEIGHTLINE_VLLM_PACKED="1")
     assert world.server.get("/weight_info") == {"weight_version": "default"}
     world.follow_to(follower, version)
-    assert follower.port.describe().instance != instance
+    engine = follower.port.describe()
+    assert engine.instance != instance
+    assert len(engine.groups) > 10
     _serves(world, follower.port, version)
+    traffic = Traffic(world.server, streams=4, count=100)
+    for _ in range(3):
+        world.follow_to(follower, world.commit())
+    _every_token_is_what_its_label_says(world, traffic.stop())
+    _serves(world, follower.port, world.version)
+    assert [event["verified"] for event in world.events if event["event"] == "refit"][-4:] == [
+        "loader_input"
+    ] * 4
+    report = check(world.line, follower.port, world.version)
+    assert (report.ok, len(report.unreadable)) == (True, len(engine.groups))
+    _a_dead_follower_is_undone_from_the_replica(world)
+    rollback(world.line, f"vllm={world.server.url}")
+    _serves(world, world.port("looking"), world.version - 1)
+
+
+def _a_dead_follower_is_undone_from_the_replica(world: World) -> None:
+    old, new = world.version, world.commit()
+    dead = world.port("dead", session_timeout=0.5)
+    follower = world.follower(dead)
+    before = follower.port.describe()
+
+    def dies(*_arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    for verb in ("verify", "rollback", "resume", "close_session"):
+        setattr(dead, verb, dies)
+    with pytest.raises(KeyboardInterrupt):
+        follower.step()
+    looking = world.port("looking")
+    deadline = time.monotonic() + 30
+    while looking.describe().paused or looking._hello()["session"] is not None:
+        assert time.monotonic() < deadline, "the engine's watchdog did not end the refit"
+    assert looking.describe().label == before.label
+    _serves(world, looking, old)
+    world.follow_to(world.follower(), new)
+    _serves(world, looking, new)

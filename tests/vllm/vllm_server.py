@@ -59,7 +59,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Server:
+    def start(self, **environment: str) -> Server:
         """Start it and wait until it answers."""
         config = '{"backend":"weightline"}'
         command = ["sh", str(SERVE), str(VENV), str(self.model), str(self.port), "--dtype", "float32"]
@@ -69,7 +69,12 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=dict(os.environ, VLLM_LOGGING_LEVEL="INFO", PATH=f"{VENV}/bin:{os.environ['PATH']}"),
+                env=dict(
+                    os.environ,
+                    VLLM_LOGGING_LEVEL="INFO",
+                    PATH=f"{VENV}/bin:{os.environ['PATH']}",
+                    **environment,
+                ),
             )
         deadline = time.monotonic() + START
         while not self.up():
@@ -147,6 +152,29 @@ class Server:
                 if on_chunk is not None:
                     on_chunk(chunks)
         return {**last, "token_ids": tokens, "prompt": prompt, "spans_before_the_last_chunk": early}
+
+    def workers(self) -> list[Any]:
+        """Its processes below the API server."""
+        import psutil
+
+        return [] if self.process is None else psutil.Process(self.process.pid).children(recursive=True)
+
+    @contextlib.contextmanager
+    def hanging(self, who: str, seconds: float) -> Iterator[None]:
+        """`who` ("workers" or "http") stands still from now on, for so long, also after the block."""
+        import psutil
+
+        if self.process is None:
+            raise RuntimeError("the server is not running")
+        stopped = self.workers() if who == "workers" else [psutil.Process(self.process.pid)]
+        for process in stopped:
+            process.suspend()
+        timer = threading.Timer(seconds, lambda: [process.resume() for process in stopped])
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()
 
     def paused(self) -> bool:
         return bool(self.get("/is_paused")["is_paused"])

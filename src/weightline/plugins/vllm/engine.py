@@ -297,6 +297,8 @@ def unsupported_parts(vllm_config: Any) -> list[str]:
             found.append(f"{name} size {size} is not supported")
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         found.append("a KV connector is configured: its cache may survive a refit")
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        found.append("an encoder-cache connector is configured: its cache may survive a refit")
     if getattr(vllm_config, "lora_config", None) is not None:
         found.append("LoRA adapters are enabled: they wrap the modules that a refit writes to")
     return found

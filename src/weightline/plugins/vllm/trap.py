@@ -8,7 +8,12 @@ process see what they saw before.
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+KEEP_PACKED = "WEIGHTLINE_VLLM_PACKED"
+"""Environment variable: "1" leaves vLLM's packing as it is. Linears are faster then on some CPUs, and every
+refit gives them in full, as whole modules."""
 
 
 class _UnlessWeightline:
@@ -30,7 +35,10 @@ def _loading_for_weightline() -> bool:
 
 
 def spring() -> bool:
-    """Take the trap out of the way; idempotent. False when this vLLM has no such switch."""
+    """Take the trap out of the way; idempotent. False when this vLLM has no such switch, or when it was asked
+    to leave it."""
+    if os.environ.get(KEEP_PACKED) == "1":
+        return False
     import vllm._custom_ops as ops
 
     switch: Any = getattr(ops, "_supports_onednn", None)

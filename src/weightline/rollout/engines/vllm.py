@@ -65,6 +65,8 @@ class VllmEngine:
                 hint="the options are kv and session_timeout",
             )
         self._instance = ""
+        self._replaced: set[str] = set()
+        """Engine processes that answered before this one: none of them can come back."""
         self._tensors: tuple[TensorSpec, ...] = ()
         self._aliases: dict[str, str] = {}
         self._groups: dict[str, int] = {}
@@ -110,6 +112,11 @@ class VllmEngine:
 
     def _hello(self) -> dict[str, Any]:
         hello = self.wire.ask("hello", tensors=not self._instance)
+        if hello["instance"] in self._replaced:
+            raise InvalidInput(
+                f"engine {self.wire.url}: several engines answer there in turn",
+                hint="a follower drives one engine: give each replica behind a load balancer its own URL",
+            )
         if not hello["proved"]:
             raise Unavailable(
                 f"engine {self.wire.url} is still comparing its weights with its checkpoint",
@@ -121,6 +128,7 @@ class VllmEngine:
             self._tensors = tuple(TensorSpec(n, dtype, tuple(shape)) for n, dtype, shape in hello["tensors"])
             self._aliases = dict(hello["aliases"])
             self._groups = dict(hello["groups"])
+            self._replaced.add(self._instance)
             self._instance = hello["instance"]
         self._prefix_caching = bool(hello["prefix_caching"])
         return hello
