@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 STAMP := $(VENV)/.stamp
+SMOLLM2 = $(BIN)/python -m weightline.demo.resolve smollm2 $(VLLM)/models | sed -n 's/.*"folder":"\([^"]*\)".*/\1/p'
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test test-faults test-pythons setup-vllm test-vllm bench bench-vllm soak lint format clean
+.PHONY: help setup demo test test-faults test-pythons setup-vllm test-vllm soak-vllm bench bench-vllm soak lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -45,13 +46,17 @@ $(VLLM)/.stamp-weightline: engines/vllm/install.sh engines/vllm/requirements.txt
 test-vllm: setup-vllm  ## the vLLM suite on real servers
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -c tests/vllm/pytest.ini --rootdir tests/vllm tests/vllm -m "not soak"
 
+soak-vllm: setup setup-vllm  ## the whole vLLM suite, every architecture and SmolLM2 on servers of their own; by hand
+	OMP_NUM_THREADS=1 WEIGHTLINE_SMOLLM2=$$($(SMOLLM2)) WEIGHTLINE_SPAN_TOKENS=20000 WEIGHTLINE_SUITE_TOKENS=100000 \
+	$(VLLM)/bin/python -m pytest -c tests/vllm/pytest.ini --rootdir tests/vllm tests/vllm
+
 bench: setup  ## the figures that need no model but the demo's
 	$(BIN)/python benchmarks/notify.py
 	$(BIN)/python benchmarks/engine_throughput.py tiny
 	$(BIN)/python benchmarks/demo.py --model tiny
 
-bench-vllm: setup setup-vllm  ## refits of a stock vLLM server; MODEL=DIR, a Hugging Face folder
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python benchmarks/vllm_refit.py $(MODEL) -n 6 --refits 300 --billion
+bench-vllm: setup setup-vllm  ## refits of a stock vLLM server; MODEL=DIR, a Hugging Face folder (default SmolLM2)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python benchmarks/vllm_refit.py $${MODEL:-$$($(SMOLLM2))} -n 6 --refits 300 --billion
 
 soak: setup  ## long runs, by hand
 	$(BIN)/python -m pytest -m 'soak and not vllm' $(PYTEST_ARGS)
