@@ -220,6 +220,55 @@ def recover(
         say(f"  {name}  {path}")
 
 
+@command("mirror", "Keeping")
+def mirror(
+    store: StoreArgument,
+    other: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OTHER", help="Folder on another disk; new, empty or half filled.", show_default=False
+        ),
+    ],
+    json: JsonOption = False,
+) -> None:
+    """Copy a store to a second disk and keep both from now on: the loss of one loses nothing.
+
+    Stop the server and the trainer first, and start them again on the URL that this prints. The store's folder
+    stays the one that decides about the log. Cut short, the same command goes on.
+
+    Example: weightline mirror /disk1/ckpt /disk2/ckpt
+    """
+    from weightline.errors import STATUS, InvalidInput
+    from weightline.service.address import store_of
+    from weightline.service.presence import ServerLock
+    from weightline.store import Store
+    from weightline.store.mirror_make import make_mirror
+
+    folder = store_of(store)
+    if isinstance(folder, str):
+        raise InvalidInput(
+            f"{store} is not a folder", hint="a mirror is of two folders; S3 keeps its own copies"
+        )
+    Store.open(folder).close()  # before the lock makes a file where no store is
+    lock = ServerLock.take(folder)
+    try:
+        url, done = make_mirror(folder, other)
+    finally:
+        lock.release()
+    with opened_store(url) as opened:
+        report = opened.verify()
+    if json:
+        print_json(
+            {"store": url, "arbiter": str(folder), "done": done, "ok": report.ok, "problems": report.problems}
+        )
+    else:
+        say(f"{len(done)} things were done; the store is {url} from now on")
+        for problem in report.problems:
+            say(f"{problem.kind}: {problem.path}\n  hint: {problem.hint}")
+    if not report.ok:
+        raise SystemExit(STATUS["integrity"].exit_code)
+
+
 def _done(as_json: bool, version: int, *, said: str, **facts: object) -> None:
     if as_json:
         print_json({"version": version, **facts})

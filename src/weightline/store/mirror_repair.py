@@ -83,6 +83,8 @@ def with_mirror(report: VerifyReport, place: Place) -> VerifyReport:
     return msgspec.structs.replace(report, ok=not problems, problems=tuple(problems))
 
 
+_OF_A_FOLDER = ("catalog.sqlite", "server.", "cleaner.")
+"""What lies in the folder of a store that was no mirror yet, and means nothing to any other host."""
 _HEAL = "`weightline verify --repair` heals it"
 
 
@@ -96,6 +98,7 @@ def _ordered(place: MirrorPlace) -> tuple[LocalPlace, LocalPlace]:
 def _steps(place: MirrorPlace, first: LocalPlace, second: LocalPlace) -> Iterator[_Step]:
     digests = expected(place.halves)
     keys = {item.key for half in place.halves for item in half.list("")} | set(digests)
+    keys = {key for key in keys if not key.startswith(_OF_A_FOLDER)}
     # The log last: an entry never names what is not there yet.
     for key in sorted(keys - {MARK}, key=lambda key: (key.startswith("log/"), key)):
         if (step := _step(first, second, key, digests)) is not None:

@@ -35,6 +35,7 @@ from weightline.store.leases import Leases
 from weightline.store.leftovers import sweep_for_writer
 from weightline.store.log import Log
 from weightline.store.manifest import MANIFEST, VERSIONS, Manifest, digest_of
+from weightline.store.mirror_make import refuse_half
 from weightline.store.mirror_repair import with_mirror
 from weightline.store.opening import is_store_url, place_of
 from weightline.store.place import Missing, Place
@@ -288,6 +289,7 @@ class Store(Keeping):
         """
         self.read_log()
         self.log.check_gap(self.state, thorough=True)
+        refuse_half(self.place)
         refuse_copy(self.place, self.run)
         self.place.probe()
         sweep_for_writer(self)
@@ -358,6 +360,7 @@ class Store(Keeping):
         return state.version(version)
 
     def _drive(self, machine: machines.Machine) -> machines.Done:
+        refuse_half(self.place)
         try:
             return self.log.drive(machine)
         finally:
