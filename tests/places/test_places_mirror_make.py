@@ -1,4 +1,4 @@
-"""A mirror out of a store that is there, and CE17 end to end: two disks, of which one dies, rots, is replaced."""
+"""A mirror out of a store that is there, and CE17 end to end: two disks, of which one dies or is replaced."""
 
 from __future__ import annotations
 

@@ -233,8 +233,8 @@ def mirror(
 ) -> None:
     """Copy a store to a second disk and keep both from now on: the loss of one loses nothing.
 
-    Stop the server and the trainer first, and start them again on the URL that this prints. The store's folder
-    stays the one that decides about the log. Cut short, the same command goes on.
+    Stop the server and the trainer first, and start them again on the URL that this prints. The store's
+    folder stays the one that decides about the log. Cut short, the same command goes on.
 
     Example: weightline mirror /disk1/ckpt /disk2/ckpt
     """

@@ -23,11 +23,11 @@ from weightline.store.mirror_repair import repair_mirror
 from weightline.store.opening import local_folder
 from weightline.store.place import Place
 from weightline.store.place_local import LocalPlace
-from weightline.store.run import is_copy, read_run, settle
+from weightline.store.run import RUN, is_copy, read_run, settle
 
 
 def make_mirror(folder: Path, other: Path) -> tuple[str, list[str]]:
-    """(URL of the mirror, what was done, in words). `folder` holds the store and stays the arbiter of the log.
+    """(URL of the mirror, what was done, in words). The store in `folder` stays the arbiter of the log.
 
     No server, cleaner or trainer may be at the store meanwhile; a handle that was left open on the folder
     alone is refused when it commits next. Raises `StoreNotFound`, `InvalidInput` (`other` holds something
@@ -42,7 +42,7 @@ def make_mirror(folder: Path, other: Path) -> tuple[str, list[str]]:
         mark = Mark(uuid.uuid4().hex, mine, mine, 1)
         place.put(MARK, seal(msgspec.json.encode(mark)) + b"\n")
     elif (theirs := read_mark(LocalPlace(other))) is None:
-        _check_empty(other, run)
+        _check_room(place, run, other)
     elif theirs.mirror != mark.mirror:
         raise InvalidInput(f"{folder} and {other} are halves of two mirrors", hint="give a new folder")
     _keep_catalogue(folder, local_folder(mirror_url([folder, other])))
@@ -73,15 +73,17 @@ def _check(place: LocalPlace, run: str, other: Path) -> None:
         )
     if not other.parent.is_dir():
         raise InvalidInput(f"there is no folder {other.parent}", hint="mount the disk, or make the folder")
-    _check_empty(other, run)
+    _check_room(place, run, other)
 
 
-def _check_empty(other: Path, run: str) -> None:
-    place = LocalPlace(other)
-    if next(place.list(""), None) is None:
-        return
-    if place.size("run.json") is None or read_run(place).run != run or read_mark(place) is not None:
-        raise InvalidInput(f"{other} holds something else already", hint="give a new or empty folder")
+def _check_room(place: LocalPlace, run: str, other: Path) -> None:
+    """Nothing is in `other` but what an earlier call copied."""
+    there = LocalPlace(other)
+    foreign = next((item.key for item in there.list("") if place.size(item.key) is None), None)
+    if foreign is None and there.size(RUN) is not None and read_run(there).run != run:
+        foreign = RUN
+    if foreign is not None:
+        raise InvalidInput(f"{other} holds something else: {foreign}", hint="give a new or empty folder")
 
 
 def _keep_catalogue(folder: Path, local: Path) -> None:
