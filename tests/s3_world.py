@@ -18,9 +18,10 @@ from urllib.parse import unquote
 
 import httpx
 
-Kind = Literal["503", "drop", "lose", "conflict", "break"]
+Kind = Literal["503", "drop", "lose", "conflict", "break", "refuse"]
 """`drop`: the connection ends before the server sees the request. `lose`: it ends after the server did what
-was asked. `conflict`: 409, as S3 says while another writer is at it. `break`: half of the answer's bytes."""
+was asked. `refuse`: what `refusal` says. `conflict`: 409, as S3 says while another writer is at it. `break`:
+half of the answer's bytes."""
 CONTAINER = "wl-test"
 
 
@@ -74,6 +75,8 @@ class FaultProxy:
         self.latency = 0.0
         """Seconds before each answer."""
         self.list_latency = 0.0
+        self.refusal = (403, "AccessDenied", "")
+        """Status, S3 code and further XML of a `refuse`."""
         self.seen: list[tuple[str, str]] = []
         """(method, path) of every request."""
         self.struck: list[tuple[Kind, str, str]] = []
@@ -152,6 +155,10 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("503", "conflict"):
             code, name = (503, "SlowDown") if fault == "503" else (409, "ConditionalRequestConflict")
             text = f"<Error><Code>{name}</Code><Message>{name}</Message></Error>".encode()
+            return self._answer(code, [("Content-Type", "application/xml")], text)
+        if fault == "refuse":
+            code, name, more = self.proxy.refusal
+            text = f"<Error><Code>{name}</Code><Message>No.</Message>{more}</Error>".encode()
             return self._answer(code, [("Content-Type", "application/xml")], text)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "content-length")}
         headers["Content-Length"] = str(len(body))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from s3_world import CONTAINER, FaultProxy
+from s3_world import CONTAINER, FaultProxy, free_port, process
 from weightline.store.mirror import MirrorPlace
 from weightline.store.object import ObjectPlace
 from weightline.store.object_cache import BlobCache
@@ -41,3 +42,25 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield MirrorPlace((tmp_path / "a", tmp_path / "b"), create=True)
     else:
         yield request.getfixturevalue("object_place")()
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server that ignores conditions: the negative control."""
+    folder = tmp_path_factory.mktemp("rclone")
+    (folder / "data" / CONTAINER).mkdir(parents=True)
+    port = free_port()
+    # The wheel puts the program beside the interpreter.
+    program = str(Path(sys.executable).with_name("rclone"))
+    command = [
+        program,
+        "serve",
+        "s3",
+        str(folder / "data"),
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        "test,test",
+    ]
+    with process(command, port, folder / "log", {"RCLONE_CONFIG": "/dev/null"}) as endpoint:
+        yield endpoint

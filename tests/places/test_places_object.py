@@ -7,12 +7,12 @@ import os
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from s3_world import CONTAINER, FaultProxy, free_port, process
+from s3_world import CONTAINER, FaultProxy, free_port
 from weightline.errors import IntegrityError, InvalidInput, Unavailable
 from weightline.store.object import PART_NBYTES, ObjectPlace
 from weightline.store.object_cache import BlobCache
@@ -190,29 +190,6 @@ def test_a_slow_listing_comes_all_the_same(s3: FaultProxy, object_place: Make) -
     s3.list_latency = 0.3
     s3.inject("503", "GET", "list-type", times=1)
     assert [item.key for item in place.list("log", after="log/1")] == ["log/2", "log/3", "log/4"]
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("rclone")
-    (folder / "data" / CONTAINER).mkdir(parents=True)
-    port = free_port()
-    # The wheel puts the program beside the interpreter.
-    import sys
-
-    program = str(Path(sys.executable).with_name("rclone"))
-    command = [
-        program,
-        "serve",
-        "s3",
-        str(folder / "data"),
-        "--addr",
-        f"127.0.0.1:{port}",
-        "--auth-key",
-        "test,test",
-    ]
-    with process(command, port, folder / "log", {"RCLONE_CONFIG": "/dev/null"}) as endpoint:
-        yield endpoint
 
 
 def test_the_probe_refuses_a_store_that_ignores_conditions(

@@ -48,9 +48,14 @@ class Finding(Struct, frozen=True):
     hint: str = ""
 
 
-def diagnose(folder: Path, *, warm: bool) -> list[Finding]:
-    """Everything `weightline doctor` says about this machine and about `folder` as the place of a store."""
-    findings = [_python(), *_packages(), _compiler(), _place(folder), _memory_files(), _socket_room()]
+def diagnose(store: str, *, warm: bool) -> list[Finding]:
+    """Everything `weightline doctor` says about this machine and about `store` (folder or URL) as a place."""
+    from weightline.cli.diagnosis_places import object_store, tried
+    from weightline.service.address import store_of
+
+    where = store_of(store)
+    place = tried(where) if isinstance(where, str) else _place(where)
+    findings = [_python(), *_packages(), _compiler(), place, *object_store(), _memory_files(), _socket_room()]
     if warm:
         findings.append(_warm())
     return findings
@@ -61,7 +66,7 @@ def _python() -> Finding:
     return Finding("python", "ok", f"{version}, {os.cpu_count()} cores, {platform.machine()}")
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -71,14 +76,14 @@ def _version(distribution: str) -> str | None:
 def _packages() -> list[Finding]:
     findings = []
     for name in REQUIRED:
-        version = _version(name)
+        version = version_of(name)
         findings.append(
             Finding(name, "ok", version)
             if version
             else Finding(name, "broken", "not installed", "pip install weightline")
         )
     for name, (purpose, remedy) in OPTIONAL.items():
-        version = _version(name)
+        version = version_of(name)
         findings.append(
             Finding(name, "ok", version)
             if version

@@ -14,8 +14,9 @@ from weightline.cli.output import print_json, say
 
 @command("doctor", "Start here", store=False)
 def doctor(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="Where a store is or shall be; default: here.")
+    store: Annotated[
+        str | None,
+        typer.Argument(metavar="[STORE]", help="Where a store is or shall be, folder or URL; default: here."),
     ] = None,
     warm: Annotated[
         bool,
@@ -27,11 +28,13 @@ def doctor(
 ) -> None:
     """What is installed, what works on this machine, and what to do next.
 
+    With the URL of an S3 store it is tried out: credentials, put-if-absent, time of a request, clock.
+
     Example: weightline doctor --warm
     """
     from weightline.cli.diagnosis import diagnose
 
-    findings = diagnose(folder or Path.cwd(), warm=warm)
+    findings = diagnose(store or str(Path.cwd()), warm=warm)
     ok = all(f.state != "broken" for f in findings)
     if json:
         print_json({"ok": ok, "findings": findings})

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from weightline.errors import InvalidInput, Unavailable
 from weightline.store.object_cache import BlobCache
-from weightline.store.object_url import ObjectUrl
+from weightline.store.object_errors import explained, is_no_container, no_container
+from weightline.store.object_url import ObjectUrl, endpoint_of_environment
 from weightline.store.place import (
     LAST,
     Listed,
@@ -180,6 +181,7 @@ class ObjectPlace:
         from obstore import exceptions
 
         try:
+            # What does not go away by itself (credentials, region) is raised: certainly nothing was made.
             with self._typed(f"create {key}"):
                 obstore.put(self._once, key, data, mode="create")
         except Unavailable as error:
@@ -269,25 +271,11 @@ class ObjectPlace:
         try:
             yield
         except FileNotFoundError as error:
-            if key is not None:
-                raise missing(self.url, key) from None
-            raise InvalidInput(
-                f"cannot {what}: there is no {self._url.container!r} at {self.url}", hint="create it first"
-            ) from error
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise InvalidInput(
-                f"cannot {what}: {self.url} refuses these credentials ({_short(error)})",
-                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role, for this store",
-            ) from error
-        except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
-            raise InvalidInput(
-                f"cannot {what} in {self.url}: {_short(error)}", hint="use another name"
-            ) from error
+            if key is None or is_no_container(error):
+                raise no_container(what, self._url) from error
+            raise missing(self.url, key) from None
         except (exceptions.BaseError, OSError) as error:
-            raise Unavailable(
-                f"cannot {what} in {self.url}: {_short(error)}",
-                hint="check the endpoint and the network, then repeat the call",
-            ) from error
+            raise explained(what, self._url, error, exceptions) from error
 
 
 def _open(url: ObjectUrl, *, timeout: float, retries: int) -> S3Store:
@@ -297,7 +285,8 @@ def _open(url: ObjectUrl, *, timeout: float, retries: int) -> S3Store:
         raise InvalidInput(
             f"{url} needs the package obstore", hint="install it with: pip install 'weightline[s3]'"
         ) from error
-    options: dict[str, Any] = {} if url.endpoint is None else {"endpoint": url.endpoint}
+    endpoint = url.endpoint or endpoint_of_environment()
+    options: dict[str, Any] = {} if endpoint is None else {"endpoint": endpoint}
     return S3Store(
         url.container,
         prefix=url.prefix or None,
@@ -306,7 +295,7 @@ def _open(url: ObjectUrl, *, timeout: float, retries: int) -> S3Store:
         conditional_put="etag",
         disable_bulk_delete=True,
         client_options={
-            "allow_http": (url.endpoint or "").startswith("http:"),
+            "allow_http": (endpoint or "").startswith("http:"),
             "timeout": timedelta(seconds=timeout),
             "connect_timeout": timedelta(seconds=min(5.0, timeout)),
         },
@@ -321,9 +310,3 @@ def _open(url: ObjectUrl, *, timeout: float, retries: int) -> S3Store:
         },
         **options,
     )
-
-
-def _short(error: BaseException) -> str:
-    """The first line of what obstore says; it adds a debug form below."""
-    text = (str(error).splitlines() or [""])[0]
-    return text if len(text) <= 300 else f"{text[:300]}…"

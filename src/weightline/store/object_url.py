@@ -12,6 +12,7 @@ from msgspec import Struct
 from weightline.errors import InvalidInput
 
 FORM = "s3://container/prefix?endpoint=http://host:port&region=us-east-1"
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _OPTIONS = {"endpoint", "region", "cache", "cache_nbytes"}
 
 
@@ -38,6 +39,14 @@ class ObjectUrl(Struct, frozen=True):
             return self.cache
         mark = hashlib.sha256(str(self).encode()).hexdigest()[:16]
         return cache_home() / mark
+
+
+def endpoint_of_environment() -> str | None:
+    """The endpoint that the environment names, for URLs that name none; None: Amazon's."""
+    for name in ENDPOINT_VARIABLES:
+        if given := os.environ.get(name):
+            return given
+    return None
 
 
 def cache_home() -> Path:

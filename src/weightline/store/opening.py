@@ -49,7 +49,7 @@ def place_of(url: str, *, create: bool = False, disk: Disk | None = None) -> tup
         try:
             place.probe()
         except Unavailable as error:
-            if place.size("run.json") is None:
+            if not isinstance(place, MirrorPlace) or place.size("run.json") is None:
                 raise
             # Half of a mirror is away: what is there can be served; a writer probes again.
             logger.warning("%s can be read only: %s", place.url, error)
