@@ -77,6 +77,10 @@ class FaultProxy:
         self.list_latency = 0.0
         self.refusal = (403, "AccessDenied", "")
         """Status, S3 code and further XML of a `refuse`."""
+        self.dies_after: int | None = None
+        """So many writes are still done, the last without an answer; then nobody is there any more."""
+        self.received = 0
+        """Bytes of all requests."""
         self.seen: list[tuple[str, str]] = []
         """(method, path) of every request."""
         self.struck: list[tuple[Kind, str, str]] = []
@@ -107,6 +111,8 @@ class FaultProxy:
         with self._lock:
             self._rules.clear()
             self.latency = self.list_latency = 0.0
+            self.dies_after = None
+            self.received = 0
             self.seen.clear()
             self.struck.clear()
 
@@ -118,6 +124,13 @@ class FaultProxy:
     def fault(self, method: str, path: str) -> Kind | None:
         with self._lock:
             self.seen.append((method, path))
+            if self.dies_after is not None:
+                if self.dies_after == 0:
+                    return "drop"
+                if method not in ("GET", "HEAD"):
+                    self.dies_after -= 1
+                    if self.dies_after == 0:
+                        return "lose"
             for index, (kind, applies, times) in enumerate(self._rules):
                 if applies(method, path):
                     self._rules[index : index + 1] = [(kind, applies, times - 1)] if times > 1 else []
@@ -148,6 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.proxy.received += len(body)
         path = unquote(self.path)
         fault = self.proxy.fault(self.command, path)
         if fault == "drop":
