@@ -44,10 +44,10 @@ def s3_url(s3: FaultProxy, tmp_path: Path) -> str:
 @pytest.fixture(
     params=[
         "s3 embedded",
-        pytest.param("s3 connect", marks=pytest.mark.faults),
+        pytest.param("s3 connect", marks=pytest.mark.soak),
         pytest.param("s3 unix", marks=pytest.mark.faults),
         pytest.param("mirror embedded", marks=pytest.mark.faults),
-        pytest.param("mirror unix", marks=pytest.mark.faults),
+        pytest.param("mirror unix", marks=pytest.mark.soak),
     ]
 )
 def door(request: pytest.FixtureRequest, tmp_path: Path, runtime_dir: Path) -> Iterator[Door]:
