@@ -103,6 +103,26 @@ def load_weights(folder: Path) -> Weights:
     return weights
 
 
+def save_weights(folder: Path, weights: Weights, out: Path) -> Path:
+    """A model folder like `folder`, with these bf16 weights."""
+    import shutil
+
+    import torch
+    from safetensors.torch import save_file
+
+    out.mkdir()
+    shutil.copy(folder / "config.json", out)
+    save_file(
+        {
+            n: torch.from_numpy(codec.bits_of(a).copy().view(np.int16)).view(torch.bfloat16).reshape(a.shape)
+            for n, a in weights.items()
+        },
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return out
+
+
 def marker_weights(base: Weights, k: int) -> Weights:
     """Marker version k of a marker model's weights."""
     tied = HEAD not in base

@@ -270,7 +270,8 @@ def test_a_running_stream_spans_a_refit_over_http(server: Server, models: Any, t
         next(lines)
         order = versions.order(marker_weights(versions.weights["default"], 8), label="8@beef", version=8)
         opened = server.post("/weightline/prepare", msgspec.to_builtins(order))
-        assert opened["elements"] > 0
+        assert (opened["path"], opened["standby_bytes"]) == ("in_place", 0)
+        assert opened["why"] == f"{opened['elements']} changed elements are fewer than 1000000"
         session = {"session": opened["session"]}
         assert server.http.post("/weightline/apply", json=session).status_code == 409
         server.post("/pause?mode=keep&clear_cache=false")
@@ -290,6 +291,29 @@ def test_a_running_stream_spans_a_refit_over_http(server: Server, models: Any, t
     tokens = [t for c in chunks for t in c["choices"][0]["token_ids"]]
     assert tokens[-(400 - after["start"]) :] == [8] * (400 - after["start"])
     assert set(tokens[: -(400 - after["start"])]) <= {0}
+
+
+def test_one_route_switches_a_running_stream_to_standby_tensors(
+    server: Server, models: Any, tmp_path: Path
+) -> None:
+    server.engine.refits.standby_from = 0
+    versions = Versions(models("qwen3", marker=True), tmp_path)
+    body = generate_body(stream=True, sampling_params={"max_tokens": 400})
+    with server.http.stream("POST", "/inference/v1/generate", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        order = versions.order(marker_weights(versions.weights["default"], 8), label="8@beef", version=8)
+        opened = server.post("/weightline/prepare", msgspec.to_builtins(order))
+        assert opened["path"] == "standby"
+        switched = server.post("/weightline/switch", {"session": opened["session"], "clear_cache": True})
+        assert switched.items() >= {"label": "8@beef", "version": 8, "verified": "live"}.items()
+        assert switched["standby_bytes"] == opened["standby_bytes"] > 0
+        assert server.http.get("/is_paused").json() == {"is_paused": False}
+        server.post("/weightline/close", {"session": opened["session"]})
+        chunks = events(lines)
+    last = chunks[-1]["choices"][0]
+    assert [s["version"] for s in last["weight_versions"]] == ["default", "8@beef"]
+    assert last["kv_recomputed_at"] == [last["weight_versions"][1]["start"]]
     found = server.post("/weightline/digests", {"names": ["lm_head.weight"]})
     assert (found["digests"], found["label"], found["version"]) == (
         {"lm_head.weight": order.digests["lm_head.weight"]},

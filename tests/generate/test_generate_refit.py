@@ -19,6 +19,7 @@ from generate_world import (
     paused_at,
     reference_tokens,
     run,
+    save_weights,
     spans,
     start,
 )
@@ -101,7 +102,7 @@ def test_a_refitted_engine_equals_a_fresh_load(
     versions.refit(engine, changed, label="v2", version=2)
     engine.resume()
 
-    fresh = _folder_with(folder, changed, tmp_path / "fresh")
+    fresh = save_weights(folder, changed, tmp_path / "fresh")
     from generate_world import open_engine, reference_model
 
     other = open_engine(fresh)
@@ -113,25 +114,6 @@ def test_a_refitted_engine_equals_a_fresh_load(
     digests, identity = engine.digests()
     assert {n: digests[n] for n in changed} == digests_of(changed)
     assert (identity.label, identity.version, identity.run) == ("v2", 2, "run-1")
-
-
-def _folder_with(folder: Path, weights: dict[str, Any], out: Path) -> Path:
-    import shutil
-
-    import torch
-    from safetensors.torch import save_file
-
-    out.mkdir()
-    shutil.copy(folder / "config.json", out)
-    save_file(
-        {
-            n: torch.from_numpy(codec.bits_of(a).copy().view(np.int16)).view(torch.bfloat16).reshape(a.shape)
-            for n, a in weights.items()
-        },
-        out / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    return out
 
 
 def test_a_delta_that_names_only_the_embedding_moves_the_tied_head(
@@ -664,7 +646,7 @@ def test_the_engine_knows_the_folders_it_cannot_refit(models: Any, engines: Any,
         **load_weights(folder),
         "model.layers.0.self_attn.rotary_emb.inv_freq": load_weights(folder)["model.norm.weight"],
     }
-    copy = _folder_with(folder, extra, tmp_path / "extra")
+    copy = save_weights(folder, extra, tmp_path / "extra")
     engine = engines(copy)
     assert engine.weights.unproved == {"model.layers.0.self_attn.rotary_emb.inv_freq"}
     versions = Versions(copy, tmp_path)

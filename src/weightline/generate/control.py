@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from weightline.errors import InvalidInput, WeightlineError
 from weightline.generate.engine import Engine
-from weightline.generate.wire import DigestsBody, HoldBody, RefitOrder, SessionBody
+from weightline.generate.wire import DigestsBody, HoldBody, RefitOrder, SessionBody, SwitchBody
 
 T = TypeVar("T")
 Answer = Callable[[Request], Awaitable[Any]]
@@ -31,6 +31,7 @@ class ControlRoutes:
             "prepare": self.prepare,
             "digests": self.digests,
             "hold": self.hold,
+            "switch": self.switch,
             "apply": self._verb(self._apply),
             "verify": self._verb(self._verify),
             "invalidate": self._verb(self._invalidate),
@@ -53,8 +54,21 @@ class ControlRoutes:
     async def prepare(self, request: Request) -> Any:
         """Open a session, decode and check its delta while the engine serves."""
         order = await _body(request, RefitOrder)
-        session, elements = await asyncio.to_thread(self.engine.prepare, order)
-        return {"session": session, "elements": elements}
+        session, _ = await asyncio.to_thread(self.engine.prepare, order)
+        facts = await asyncio.wrap_future(self.engine.post(lambda: self.engine.refits.facts(session)))
+        return {"session": session, **facts}
+
+    async def switch(self, request: Request) -> Any:
+        """Apply, verify and label between two steps of an engine that is not paused."""
+        body = await _body(request, SwitchBody)
+        refits = self.engine.refits
+
+        def act() -> Any:
+            identity = refits.switch(body.session, clear_cache=body.clear_cache)
+            named = {"label": identity.label, "version": identity.version, "verified": "live"}
+            return {**named, **refits.facts(body.session)}
+
+        return await asyncio.wrap_future(self.engine.post(act))
 
     async def digests(self, request: Request) -> Any:
         """Additive digests of live tensors, recomputed in full."""
@@ -77,7 +91,8 @@ class ControlRoutes:
         return answer
 
     def _apply(self, session: str) -> dict[str, Any]:
-        return {"elements": self.engine.refits.apply(session)}
+        self.engine.refits.apply(session)
+        return self.engine.refits.facts(session)
 
     def _verify(self, session: str) -> dict[str, Any]:
         self.engine.refits.verify(session)

@@ -236,6 +236,10 @@ class Engine:
         self._now_paused()
         done.set_result(None)
 
+    def pause_now(self, *, clear_cache: bool) -> None:
+        """`pause("keep")`, on the engine thread."""
+        self._pause("keep", clear_cache, Future())
+
     def _now_paused(self) -> None:
         self._state = "paused"
         waiters, self._drained = self._drained, []
@@ -311,14 +315,14 @@ class Engine:
         `Refits.open` and `Refits.decode`.
         """
         session = self.call(lambda: self.refits.open(order))
-        if session.plan is None:
+        if session.change is None:
             try:
-                plan = self.refits.decode(session)
+                decoded = self.refits.decode(session)
             except BaseException:
                 self.call(lambda: self.refits.discard(session))
                 raise
-            self.call(lambda: self.refits.ready(session, plan))
-        return session.id, session.plan.elements if session.plan else 0
+            self.call(lambda: self.refits.ready(session, decoded))
+        return session.id, session.elements
 
     def digests(self, names: Iterable[str] | None = None) -> tuple[dict[str, str], Identity]:
         """Additive digests recomputed in full, while serving, and the identity they belong to.

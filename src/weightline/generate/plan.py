@@ -107,9 +107,9 @@ def _miss(weights: LiveWeights, order: RefitOrder, change: TensorChange, window:
         return f"{spec.name}: a sparse change in a full refit"
     if change.index is not None and change.index.size:
         first, last = int(change.index[0]), int(change.index[-1])
-        if first < 0 or last >= window.bits.size or not bool(np.all(np.diff(change.index) > 0)):
-            return f"{spec.name}: element indexes are not ascending within 0..{window.bits.size}"
-    if change.bits.size != (window.bits.size if change.index is None else change.index.size):
+        if first < 0 or last >= window.size or not bool(np.all(np.diff(change.index) > 0)):
+            return f"{spec.name}: element indexes are not ascending within 0..{window.size}"
+    if change.bits.size != (window.size if change.index is None else change.index.size):
         return f"{spec.name}: {change.bits.size} values do not fit"
     if spec.name not in order.digests:
         return f"{spec.name}: the order has no digest for it"

@@ -1,8 +1,9 @@
 """One refit session of the engine: prepared → applied → verified → labelled, with a way back from each.
 
 All methods run on the engine thread, between two steps, except `decode`, which touches no engine state. The
-session keeps the old bits until it is closed. A holder that falls silent loses the session: what was
-written is taken back, and a pause that the session brought is ended.
+session keeps the old bits until it is closed. How bits become live is the business of `change.py`. A holder
+that falls silent loses the session: what was written is taken back, and a pause that the session brought is
+ended.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 from uuid import uuid4
 
-import numpy as np
 from msgspec import Struct
 
-from weightline import codec
 from weightline.errors import ConflictError, RefitError, WeightlineError
-from weightline.generate.plan import Plan, Write, make_plan, refused
-from weightline.generate.weights import LiveWeights, Undo
+from weightline.generate.change import STANDBY_FROM, Change, choose
+from weightline.generate.plan import make_plan, refused
+from weightline.generate.weights import LiveWeights
 from weightline.generate.wire import RefitOrder
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,10 @@ class Host(Protocol):
         """Paused, or on the way there."""
         ...
 
+    def pause_now(self, *, clear_cache: bool) -> None:
+        """Stop before the next step; running requests stay as they are."""
+        ...
+
     def resume_now(self) -> None:
         """Let generation go on."""
         ...
@@ -72,14 +76,18 @@ class Session:
         self.order = order
         self.state: State = "preparing"
         self.heard = now
-        self.plan: Plan | None = None
-        self.undo: list[Undo] = []
+        self.change: Change | None = None
+        self.why = ""
+        """Why the refit goes the way it goes."""
         self.identity: Identity | None = None
         self.carried: dict[tuple[str, int, int], str] = {}
         self.stored: dict[str, str] = {}
-        self.digests: dict[tuple[str, int, int], str] = {}
-        """Proved by `verify`: they become the carried ones."""
         self.paused_engine = False
+
+    @property
+    def elements(self) -> int:
+        """How many are written; 0 before they are known."""
+        return self.change.plan.elements if self.change else 0
 
 
 class Refits:
@@ -93,6 +101,7 @@ class Refits:
         self.timeout = timeout
         self.clock = clock
         self.session: Session | None = None
+        self.standby_from = STANDBY_FROM
         self.expired = 0
         """Sessions that were ended because their holder fell silent."""
 
@@ -150,16 +159,18 @@ class Refits:
                 hint="ask the engine what it serves, or refit it in full",
             )
 
-    def decode(self, session: Session) -> Plan:
-        """Read and check the delta. Runs on any thread, while the engine serves. Raises
-        `RefitError("old")`.
+    def decode(self, session: Session) -> tuple[Change, str]:
+        """Read and check the delta, and fill the standby tensors if the refit is large; returns it and why it
+        goes that way. Runs on any thread, while the engine serves. Raises `RefitError("old")`.
         """
-        return make_plan(self.weights, session.order)
+        plan = make_plan(self.weights, session.order)
+        return choose(self.weights, plan, standby_from=self.standby_from)
 
-    def ready(self, session: Session, plan: Plan) -> Session:
+    def ready(self, session: Session, decoded: tuple[Change, str]) -> Session:
         """`decode` is done."""
         self._find(session.id)
-        session.plan, session.state, session.heard = plan, "prepared", self.clock()
+        session.change, session.why = decoded
+        session.state, session.heard = "prepared", self.clock()
         return session
 
     def discard(self, session: Session) -> None:
@@ -185,52 +196,42 @@ class Refits:
         """
         session = self._find(session_id)
         if session.state in (*_WRITTEN, "labelled"):
-            return session.plan.elements if session.plan else 0
+            return session.elements
         self._need(session, ("prepared",), "apply")
         self._need_pause("apply")
         self._check_base(session.order)
-        plan = session.plan
-        if plan is None:
+        change = session.change
+        if change is None:
             raise ConflictError(f"refit session {session_id} has nothing prepared", hint="prepare first")
         session.identity = self.host.identity
         session.carried, session.stored = dict(self.weights.carried), dict(self.weights.stored)
         session.state = "applied"
         try:
             with self.weights.lock:
-                for write in plan.writes:
-                    self._write(session, write)
+                change.apply()
         except Exception as error:  # whatever went wrong, half a version must not stay
             self._restore(session)
             session.state = "rolled_back"
             raise refused(
                 [f"writing failed: {error}"], "the old bits are back; see the engine's log"
             ) from error
-        return plan.elements
-
-    def _write(self, session: Session, write: Write) -> None:
-        undo = self.weights.write(write.window, write.index, write.bits, write.stored, write.live_bits)
-        session.undo.append(undo)
-        self.weights.forget_digests(write.window)
+        return session.elements
 
     def verify(self, session_id: str) -> None:
-        """Read back what was written, bit by bit, and compare each tensor's digest with the order's. Raises
-        `RefitError("unknown")`.
+        """Prove that what is live is the version: bits read back, and the digest of each tensor compared with
+        the order's (a standby set was proved when it was filled: it is live). Raises `RefitError("unknown")`.
         """
         session = self._find(session_id)
         if session.state in ("verified", "labelled"):
             return
         self._need(session, ("applied",), "verify")
-        plan = session.plan
-        differing = []
+        change = session.change
         with self.weights.lock:
             # The dtype of a storage changes only when all of it is written, so this holds for every write
             # of the plan.
-            for write in plan.writes if plan else ():
+            for write in change.plan.writes if change else ():
                 self.weights.stored[write.window.owner] = write.stored
-            for write, undo in zip(plan.writes if plan else (), session.undo, strict=True):
-                miss = self._verify_one(session, write, undo)
-                if miss is not None:
-                    differing.append(miss)
+            differing = change.verify() if change else []
         if differing:
             raise RefitError(
                 f"read back: {'; '.join(differing[:8])}",
@@ -238,22 +239,6 @@ class Refits:
                 hint="roll back, then refit the engine in full",
             )
         session.state = "verified"
-
-    def _verify_one(self, session: Session, write: Write, undo: Undo) -> str | None:
-        window = write.window
-        found = self.weights.read(window, write.index, write.stored)
-        if found.dtype != write.stored or not np.array_equal(found.bits, write.bits):
-            return f"{window.name} does not hold what was written"
-        before = session.carried.get(window.region)
-        digest: str | None
-        if write.index is not None and before is not None and undo.dtype == write.stored:
-            digest = codec.digest_update(before, write.index, undo.bits, found.bits)
-        else:
-            digest = self.weights.full_digest(window)
-        if digest != write.digest:
-            return f"{window.name} has digest {digest}, the version says {write.digest}"
-        session.digests[window.region] = digest
-        return None
 
     def invalidate(self, session_id: str) -> int:
         """Cached prefixes that a new request could have read under older weights, now dropped: none are
@@ -272,7 +257,7 @@ class Refits:
         self._need(session, ("verified",), "label")
         self._need_pause("label")
         order = session.order
-        self.weights.carried.update(session.digests)
+        self.weights.carried.update(session.change.digests if session.change else {})
         self.host.identity = Identity(order.label, order.version, order.run)
         self.host.quarantined = False
         self.host.weights_changed()
@@ -304,8 +289,8 @@ class Refits:
     def _restore(self, session: Session) -> None:
         try:
             with self.weights.lock:
-                for undo in reversed(session.undo):
-                    self.weights.restore(undo)
+                if session.change is not None:
+                    session.change.restore()
                 self.weights.carried, self.weights.stored = dict(session.carried), dict(session.stored)
         except Exception as error:  # the engine must not serve weights that nobody knows
             self.host.quarantine(f"the old bits did not come back: {error}")
@@ -313,10 +298,37 @@ class Refits:
             raise RefitError(
                 f"rollback failed: {error}", engine_state="unknown", hint="refit the engine in full"
             ) from error
-        session.undo.clear()
         if session.identity is not None:
             self.host.identity = session.identity
         self.host.weights_changed()
+
+    def facts(self, session_id: str) -> dict[str, object]:
+        """Which way the refit goes, why, and the memory that it holds meanwhile."""
+        session = self._find(session_id)
+        way, held = (session.change.way, session.change.standby_bytes) if session.change else (None, 0)
+        return {"elements": session.elements, "path": way, "why": session.why, "standby_bytes": held}
+
+    def switch(self, session_id: str, *, clear_cache: bool = False) -> Identity:
+        """`apply`, `verify` and `label` between two steps, as under a keep-pause (`clear_cache` as there): no
+        request notices more than that. An engine that is paused stays so. Raises as they do; then the old
+        bits are back and generation goes on.
+        """
+        session = self._find(session_id)
+        pause = session.state != "labelled" and not self.host.halted
+        if pause:
+            self.host.pause_now(clear_cache=clear_cache)
+        try:
+            self.apply(session_id)
+            self.verify(session_id)
+            return self.label(session_id)
+        except WeightlineError as error:
+            if session.state not in _WRITTEN:
+                raise
+            self.rollback(session_id)
+            raise RefitError(error.message, engine_state="old", hint="the old bits are back") from error
+        finally:
+            if pause:
+                self.host.resume_now()
 
     # Silence.
 

@@ -1,9 +1,10 @@
 """The weights that the engine computes with, addressed by name and by bit.
 
 Every name the engine can take (parameters, persistent buffers, tied aliases, and the per-expert names of
-fused expert tensors) is a window onto live storage. Pointers never change: a refit writes new bits through
-the window. At start each tensor of the model folder is compared with its window, bit by bit; a name whose
-window does not hold what the folder holds is not offered for refits.
+fused expert tensors) is a window onto live storage. A refit writes new bits through the window, or puts
+other memory behind the storage; the model's tensor objects stay in either case. At start each tensor of the
+model folder is compared with its window, bit by bit; a name whose window does not hold what the folder holds
+is not offered for refits.
 """
 
 from __future__ import annotations
@@ -30,24 +31,90 @@ _INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXPERTS = re.compile(r"^(?P<stem>.+\.experts)\.(?P<part>gate_up_proj|down_proj)$")
 
 
+class Memory(Struct, frozen=True, eq=False):
+    """What the values of one storage lie in."""
+
+    values: torch.Tensor
+    bits: Bits
+    """Writable view of `values`, flat, C order, unsigned integers of its width."""
+
+
+class Storage:
+    """All tensors of the model that are one piece of memory (tied names), and that memory. `owner` is the
+    name that stands for them.
+    """
+
+    def __init__(self, owner: str, tensor: torch.Tensor) -> None:
+        self.owner = owner
+        self.tensors = [tensor]
+        self.memory = memory_of(tensor.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return int(self.memory.bits.nbytes)
+
+    @property
+    def alone(self) -> bool:
+        """Nothing else lies in the allocation, so nothing else is left behind when it is exchanged."""
+        return all(t.untyped_storage().nbytes() == self.nbytes for t in self.tensors)
+
+    def fresh(self) -> Memory:
+        """Memory of the same kind, uninitialised. Raises `MemoryError` or `RuntimeError`."""
+        return memory_of(torch.empty_like(self.memory.values))
+
+    def use(self, memory: Memory) -> None:
+        """The model computes with `memory` from now on: every tensor object stays, only what it points to
+        changes, so whoever holds the object (a tied head) follows.
+        """
+        for tensor in self.tensors:
+            tensor.data = memory.values.reshape(tensor.shape)
+        self.memory = memory
+
+    def uses(self, memory: Memory) -> bool:
+        """Every tensor of the model points to `memory`, and so do the windows."""
+        at = memory.values.data_ptr()
+        return self.memory is memory and all(t.data_ptr() == at for t in self.tensors)
+
+
+def memory_of(values: torch.Tensor) -> Memory:
+    """The memory of a contiguous tensor in host memory."""
+    width = values.element_size()
+    # A scalar has no dimension to view through; reshape of a contiguous tensor is a view.
+    return Memory(values, values.reshape(-1).view(_INT[width]).numpy().view(f"u{width}"))
+
+
 class Window(Struct, frozen=True, eq=False):
-    """One name and the live storage behind it."""
+    """One name and the part of a storage behind it."""
 
     name: str
-    owner: str
-    """The name that stands for the whole storage; tied names share it."""
+    storage: Storage
     dtype: str
     """Live dtype."""
     shape: tuple[int, ...]
-    bits: Bits
-    """Writable view of the live storage, flat, C order."""
     start: int
-    """First element within the owner."""
+    """First element within the storage."""
+    size: int
+    """Elements."""
+
+    @property
+    def owner(self) -> str:
+        """The name that stands for the whole storage; tied names share it."""
+        return self.storage.owner
+
+    @property
+    def bits(self) -> Bits:
+        """Writable view of the live values, flat, C order."""
+        return self.within(self.storage.memory)
+
+    def within(self, memory: Memory) -> Bits:
+        """The same part of other memory of this storage."""
+        return memory.bits[self.start : self.start + self.size]
 
     @property
     def region(self) -> tuple[str, int, int]:
         """Owner, first element, one past the last."""
-        return self.owner, self.start, self.start + self.bits.size
+        return self.owner, self.start, self.start + self.size
 
 
 class Undo(Struct, frozen=True, eq=False):
@@ -88,14 +155,20 @@ class LiveWeights:
 
     def _find_windows(self, model: LoadedModel) -> None:
         tensors: dict[str, torch.Tensor] = dict(model.module.state_dict(keep_vars=True))
-        owners: dict[tuple[int, int], str] = {}
+        storages: dict[tuple[int, int], Storage] = {}
         for name in sorted(tensors, key=lambda n: n not in model.stored):  # stable: names of the folder first
             tensor = tensors[name]
-            owner = owners.setdefault((tensor.data_ptr(), tensor.numel()), name)
-            if owner != name:
-                self.aliases[name] = owner
+            key = (tensor.data_ptr(), tensor.numel())
+            if key not in storages:
+                storages[key] = _storage(name, tensor)
+            elif all(tensor is not t for t in storages[key].tensors):
+                storages[key].tensors.append(tensor)
+            if storages[key].owner != name:
+                self.aliases[name] = storages[key].owner
         for name, tensor in tensors.items():
-            self.windows[name] = _window(name, self.aliases.get(name, name), tensor)
+            storage = storages[tensor.data_ptr(), tensor.numel()]
+            dtype = codec.parse_dtype(str(tensor.dtype))
+            self.windows[name] = Window(name, storage, dtype, tuple(tensor.shape), 0, tensor.numel())
         for name in tuple(tensors):
             for part in _expert_parts(self.windows[name]):
                 if part.name in model.stored and part.name not in self.windows:
@@ -163,8 +236,8 @@ class LiveWeights:
 
     def _size(self, owner: str) -> int:
         if owner in self.windows:
-            return int(self.windows[owner].bits.size)
-        return max(w.start + w.bits.size for w in self.windows.values() if w.owner == owner)
+            return int(self.windows[owner].size)
+        return max(w.start + w.size for w in self.windows.values() if w.owner == owner)
 
     # Bits.
 
@@ -185,11 +258,12 @@ class LiveWeights:
 
     def read(self, window: Window, index: Bits | None, stored: str) -> Undo:
         """A copy of the live elements `index` (None: all), in `stored` where that is exact."""
-        live = window.bits if index is None else window.bits[index]
+        live = window.bits.copy() if index is None and stored == window.dtype else window.bits
+        live = live if index is None else live[index]
         small = narrow(live, window.dtype, stored)
         if small is None:
             return Undo(window, index, live.copy() if index is None else live, window.dtype)
-        return Undo(window, index, small.copy() if small is window.bits else small, stored)
+        return Undo(window, index, small, stored)
 
     def restore(self, undo: Undo) -> None:
         """Put old bits back and read them back. Raises `WeightlineError` when they are not there
@@ -207,6 +281,11 @@ class LiveWeights:
                 f"{undo.window.name}: old bits did not come back", hint="refit the engine in full"
             )
 
+    def exchange(self, storage: Storage, memory: Memory) -> None:
+        """Put other memory behind a storage. The caller holds `lock`, and no step is in flight."""
+        self.writes += 1
+        storage.use(memory)
+
     # Digests.
 
     def forget_digests(self, window: Window) -> None:
@@ -214,13 +293,6 @@ class LiveWeights:
         owner, start, stop = window.region
         for region in [r for r in self.carried if r[0] == owner and r[1] < stop and start < r[2]]:
             del self.carried[region]
-
-    def full_digest(self, window: Window) -> str | None:
-        """Additive digest in the stored dtype, from live bits; None when some element has no exact image
-        there.
-        """
-        small = narrow(window.bits, window.dtype, self.stored[window.owner])
-        return None if small is None else codec.digest_of(small)
 
     def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Digests by name, recomputed in full, one tensor at a time: writes get in between; see `writes`.
@@ -238,7 +310,7 @@ class LiveWeights:
             window = self.windows[name]
             if window.region not in seen:
                 with self.lock:
-                    digest = self.full_digest(window)
+                    digest = full_digest(window.bits, window.dtype, self.stored[window.owner])
                 if digest is None:
                     raise InvalidInput(
                         f"{name} holds values that {self.stored[window.owner]} cannot hold",
@@ -249,22 +321,12 @@ class LiveWeights:
         return found
 
 
-def _window(name: str, owner: str, tensor: torch.Tensor) -> Window:
+def _storage(owner: str, tensor: torch.Tensor) -> Storage:
     if not tensor.is_contiguous():
         raise InvalidInput(
-            f"{name} is not contiguous in memory", hint="this model's layout is not supported; report it"
+            f"{owner} is not contiguous in memory", hint="this model's layout is not supported; report it"
         )
-    width = tensor.element_size()
-    # A scalar has no dimension to view through; reshape of a contiguous tensor is a view.
-    flat = tensor.detach().reshape(-1).view(_INT[width]).numpy()
-    return Window(
-        name=name,
-        owner=owner,
-        dtype=codec.parse_dtype(str(tensor.dtype)),
-        shape=tuple(tensor.shape),
-        bits=flat.view(f"u{width}"),
-        start=0,
-    )
+    return Storage(owner, tensor)
 
 
 def _expert_parts(fused: Window) -> list[Window]:
@@ -287,14 +349,22 @@ def _expert_parts(fused: Window) -> list[Window]:
             parts.append(
                 Window(
                     name=f"{found['stem']}.{expert}.{part}.weight",
-                    owner=fused.owner,
+                    storage=fused.storage,
                     dtype=fused.dtype,
                     shape=(height, columns),
-                    bits=fused.bits[start : start + height * columns],
                     start=start,
+                    size=height * columns,
                 )
             )
     return parts
+
+
+def full_digest(live: Bits, dtype: str, stored: str) -> str | None:
+    """Additive digest in the stored dtype, from all live bits of a tensor; None when some element has no
+    exact image there.
+    """
+    small = narrow(live, dtype, stored)
+    return None if small is None else codec.digest_of(small)
 
 
 def tied_names(aliases: Mapping[str, str]) -> dict[str, str]:

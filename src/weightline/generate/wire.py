@@ -62,6 +62,15 @@ class SessionBody(Struct, frozen=True, kw_only=True):
     session: str
 
 
+class SwitchBody(Struct, frozen=True, kw_only=True):
+    """Body of `POST /weightline/switch`. With `clear_cache` running requests compute their keys and values
+    anew under the new weights.
+    """
+
+    session: str
+    clear_cache: bool = False
+
+
 class DigestsBody(Struct, frozen=True, kw_only=True):
     """Body of `POST /weightline/digests`."""
 
