@@ -2,12 +2,16 @@
 run.
 
 usage: python benchmarks/engine_throughput.py [MODEL] [--requests 16] [--longest 128] [--threads N]
-[--repeat 2] [--json]
+[--repeat 2] [--vllm URL] [--json]
 
 MODEL is "tiny" (default), "smollm2" or a model folder. Requests have mixed prompt and output lengths, are
 greedy and do not stop early. The baselines: `generate` one request at a time, and `generate` on one
 left-padded batch, which runs until its longest output ends; tokens beyond what a request asked for do not
 count. Both compute in float32. It also measures what a keep-pause costs, without and with recomputation.
+
+`--vllm URL`: a running vLLM server of the same model, given the same requests at once. For a fair row start it
+with `--dtype float32`, as many threads (OMP_NUM_THREADS) and the engine's max_model_len 512. Its prefix cache
+is reset before each round. The engines do not run at the same time, but the idle server is there.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +93,34 @@ def run_transformers(model: Any, work: list[tuple[list[int], int]], *, batched: 
     return {"tokens": tokens, "seconds": seconds, "tok_s": tokens / seconds}
 
 
+def run_vllm(url: str, work: list[tuple[list[int], int]]) -> dict[str, Any]:
+    """All requests at once to a vLLM server."""
+    import httpx
+
+    with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
+        model = http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        http.post(
+            "/reset_prefix_cache"
+        )  # a server without its development routes answers 404: then it is warm
+
+        def ask(job: tuple[list[int], int]) -> int:
+            body = {
+                "model": model,
+                "prompt": job[0],
+                "max_tokens": job[1],
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            answer = http.post("/v1/completions", json=body).raise_for_status().json()
+            return int(answer["usage"]["completion_tokens"])
+
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(len(work)) as pool:
+            tokens = sum(pool.map(ask, work))
+        seconds = time.perf_counter() - begin
+    return {"tokens": tokens, "seconds": seconds, "tok_s": tokens / seconds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="tiny")
@@ -96,6 +129,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=128, help="output tokens of the longest request")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--cache", type=Path, default=None, help="where made models are kept")
+    parser.add_argument("--vllm", default=None, help="URL of a vLLM server of the same model")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.threads:
@@ -111,6 +145,8 @@ def main() -> None:
     rows: dict[str, list[dict[str, Any]]] = {}
     with engine, torch.inference_mode():
         run_engine(engine, work[:2])
+        if args.vllm:
+            run_vllm(args.vllm, work[:2])
         run_transformers(loaded.module, [(p, 4) for p, _ in work[:2]], batched=True)
         half = sum(c for _, c in work) // 2
         for _ in range(args.repeat):
@@ -123,6 +159,8 @@ def main() -> None:
             rows.setdefault("transformers, one by one", []).append(single)
             padded = run_transformers(loaded.module, work, batched=True)
             rows.setdefault("transformers, one padded batch", []).append(padded)
+            if args.vllm:
+                rows.setdefault("vLLM server", []).append(run_vllm(args.vllm, work))
     best = {name: max(found, key=lambda r: r["tok_s"]) for name, found in rows.items()}
     report = {
         "model": args.model,
