@@ -9,9 +9,9 @@ greedy and do not stop early. The baselines: `generate` one request at a time, a
 left-padded batch, which runs until its longest output ends; tokens beyond what a request asked for do not
 count. Both compute in float32. It also measures what a keep-pause costs, without and with recomputation.
 
-`--vllm URL`: a running vLLM server of the same model, given the same requests at once. For a fair row start it
-with `--dtype float32`, as many threads (OMP_NUM_THREADS) and the engine's max_model_len 512. Its prefix cache
-is reset before each round. The engines do not run at the same time, but the idle server is there.
+`--vllm URL`: a running vLLM server of the same model, given the same requests at once. For a fair row start
+it with `--dtype float32`, as many threads (OMP_NUM_THREADS) and the engine's max_model_len 512. Its prefix
+cache is reset before each round. The engines do not run at the same time, but the idle server is there.
 """
 
 from __future__ import annotations
