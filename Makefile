@@ -52,6 +52,7 @@ soak-vllm: setup setup-vllm  ## the whole vLLM suite, every architecture and Smo
 
 bench: setup  ## the figures that need no model but the demo's
 	$(BIN)/python benchmarks/notify.py
+	$(BIN)/python benchmarks/spans.py
 	$(BIN)/python benchmarks/engine_throughput.py tiny
 	$(BIN)/python benchmarks/demo.py --model tiny
 
