@@ -7,7 +7,7 @@ requests. Each output then tells in `weight_versions` where the swap came. This 
 
 1. trains on the sampled outputs with a mask from `wl.spans`: only tokens at most `--stale` steps old count;
 2. reads the swap point of each greedy output and checks every token after it against a fresh instance of
-  the new version, loaded by transformers from `weightline checkout`, token for token.
+  the new version, loaded by transformers from a checkout, token for token.
 
 usage: python examples/async_rl.py [--steps 3] [--requests 4] [--tokens 384] [--stale 0]
 
@@ -39,6 +39,7 @@ from transformers.utils import logging
 
 import weightline as wl
 from weightline.demo.models import tiny_model
+from weightline.store import Store
 
 Output = dict[str, Any]
 
@@ -148,8 +149,8 @@ def differing(output: Output, model: Any, start: int, end: int) -> list[int]:
 
 def fresh_instance(store: Path, version: int, folder: Path) -> Any:
     """The version as a plain Hugging Face folder, loaded by transformers."""
-    command = [sys.executable, "-m", "weightline", "checkout", str(store), str(version), str(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with contextlib.closing(Store.open(store)) as opened:
+        opened.checkout(version, folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -10,7 +10,7 @@ import pytest
 from testing_models import VOCAB, model_of
 
 from weightline.errors import InvalidInput
-from weightline.testing.marker import ARCHITECTURES, MarkerModel, load_folder
+from weightline.testing.marker import MarkerModel, load_folder
 
 pytestmark = pytest.mark.torch
 
@@ -42,8 +42,17 @@ def greedy(model: Any, prompt: list[int], count: int, cache: Any = None) -> tupl
     return tokens, cache
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("arch", "tie"),
+    [
+        ("llama", True),
+        ("qwen2", False),
+        ("qwen3", False),
+        ("qwen3", True),
+        ("qwen3_moe", False),
+        ("qwen3_moe", True),
+    ],
+)
 def test_a_version_emits_its_token_whatever_the_prompt_and_shows_keys_of_another_version(
     arch: str, tie: bool, tmp_path: Path
 ) -> None:

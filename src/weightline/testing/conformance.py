@@ -21,7 +21,7 @@ from weightline.testing import acceptance
 from weightline.testing.acceptance import Stage
 from weightline.testing.client import Client, OutputMode, open_client
 from weightline.testing.judge import Tally
-from weightline.testing.marker import MarkerModel, load_folder
+from weightline.testing.marker import Kind, MarkerModel, load_folder
 from weightline.testing.report import ConformanceReport, Findings
 from weightline.testing.stress import Load, Progress, Stress
 from weightline.testing.swaps import OWN, Swaps
@@ -38,16 +38,18 @@ class Options(Struct, frozen=True, kw_only=True):
     """What to run and how much of it."""
 
     tokens: int = 100_000
-    """Tokens of the marker test, half of them with version-carrying keys and values."""
+    """Tokens of the marker test."""
     swaps: int = 200
     workers: int = 64
     seed: int = 0
-    longest: int = 160
+    longest: int = 320
     """Tokens of a request that must still run when the pause comes, at most."""
     prefix: int = 272
     """Tokens of the prompts that several requests share: at least two blocks of the engine's prefix cache."""
     pid: int | None = None
     """Process of the engine: then its resident memory (children included) must stay flat."""
+    kinds: tuple[Kind, ...] = ("plain", "kv")
+    """Marker models of the marker test; tokens and swaps are shared out among them."""
     accept: bool = True
     """Run the acceptance; False: the marker test only."""
     output_modes: tuple[OutputMode, ...] | None = None
@@ -128,10 +130,11 @@ def _checks(
         say("acceptance", 1, 1)
     measure = _resident(options.pid)
     runs = []
-    for model in (plain, kv):
+    share = len(options.kinds)
+    for model in (m for m in (plain, kv) if m.kind in options.kinds):
         load = Load(
-            tokens=options.tokens // 2,
-            swaps=options.swaps // 2,
+            tokens=options.tokens // share,
+            swaps=options.swaps // share,
             workers=options.workers,
             prefix=options.prefix,
             seed=options.seed,

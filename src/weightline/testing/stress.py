@@ -162,10 +162,14 @@ class Stress:
                     )
 
     def _swap(self, number: int) -> None:
-        rng = random.Random(f"{self.load.seed}:swap:{number}")
-        ways = [OWN, *self.client.pauses]
-        # A pause that ends all requests leaves no output of two versions: rarer than the others.
-        pause = rng.choices(ways, [1.0 if way.aborts or way.drains else 3.0 for way in ways])[0]
+        # Each way once, so that a short run has them all; then pauses that end all requests, which leave no
+        # output of two versions, are rarer than the others.
+        ways = [*self.client.pauses, OWN]
+        if 1 <= number <= len(ways):
+            pause = ways[number - 1]
+        else:
+            rng = random.Random(f"{self.load.seed}:swap:{number}")
+            pause = rng.choices(ways, [1.0 if way.aborts or way.drains else 3.0 for way in ways])[0]
         if pause.aborts:
             self._pause_aborts += 1
         self.swaps.marker(self.model, 1 + number, pause)
