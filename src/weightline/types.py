@@ -16,7 +16,7 @@ VersionKind = Literal["anchor", "delta"]
 Verification = Literal["live", "loader_input", "none"]
 
 
-class TensorSpec(Struct, frozen=True, order=True):
+class TensorSpec(Struct, frozen=True, order=True, gc=False):
     """Name, dtype and shape of one tensor, under its Hugging Face name."""
 
     name: str

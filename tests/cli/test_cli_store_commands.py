@@ -99,3 +99,23 @@ def test_doctor_says_what_works_here(run_weightline):
     states = {f["name"]: f["state"] for f in report.json()["findings"]}
     assert states["store place"] in ("ok", "warn")
     assert states["numba"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("missing", ()),
+        ("weights", ("--label", "default")),
+        ("weights", ("--attachment", "t=nowhere")),
+        ("weights", ("--step", "-1")),
+        ("nan", ("--check-finite",)),
+    ],
+)
+def test_a_refused_commit_leaves_no_empty_store(run_weightline, save_weights, tmp_path, what, options):
+    path = tmp_path / "missing"
+    if what != "missing":
+        value = np.nan if what == "nan" else 1.0
+        path = save_weights("w.safetensors", {"w": np.full(4, value, np.float32)})
+    refused = run_weightline("commit", "fresh", path, *options)
+    assert refused.code == 2, refused.err
+    assert not (tmp_path / "fresh").exists()

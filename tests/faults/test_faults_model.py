@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 sys.path.insert(0, str(Path(__file__).parent))
 from test_faults_crash import same, weights
 
+from weightline.core.plan import chain
 from weightline.errors import ConflictError, VersionGone, WriterFenced
 from weightline.store import Store, Writer
 
@@ -134,6 +135,39 @@ class Machine(RuleBasedStateMachine):
         else:
             assert not gone
 
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: Any) -> None:
+        version = data.draw(st.sampled_from(sorted(self.pinned)))
+        self.store.unpin(version)
+        self.pinned.discard(version)
+
+    @precondition(lambda self: self.head > 1)
+    @rule(data=st.data())
+    def retire(self, data: Any) -> None:
+        """By hand, and never what the newest rests on."""
+        version = data.draw(st.integers(1, self.head - 1))
+        needed = chain(self.store.state, self.head)
+        free = version not in self.pinned | self.leased and not self._carries(version)
+        if free:
+            self.store.retire([version], "by hand")
+            assert (version in self.store.state.retired) == (version not in needed)
+
+    def _carries(self, version: int) -> bool:
+        """Does something that must stay rest on it?"""
+        kept = (self.pinned | self.leased) - set(self.store.state.retired)
+        return any(version in chain(self.store.state, other) for other in kept)
+
+    @rule()
+    def sweep(self) -> None:
+        assert self.store.sweep() == []
+
+    @precondition(lambda self: self.head)
+    @rule()
+    def verify(self) -> None:
+        bad = [p for p in self.store.verify().problems if p.kind != "chain"]
+        assert bad == []
+
     @rule()
     def time_passes(self) -> None:
         self.now += 101
@@ -167,8 +201,11 @@ class Machine(RuleBasedStateMachine):
         assert len(state) == self.head
         assert [e.step for e in state.versions()] == self.content
         assert set(state.yanked) == self.yanked
+        line = set(state.ancestors(self.head)) if self.head else set()
+        assert set(state.abandoned) == set(range(1, self.head + 1)) - line
+        assert [state.parent(v) for v in range(1, self.head + 1)] == self.parents
         for version in range(max(1, self.head - 4), self.head + 1):
-            if version in state.retired:
+            if version in state.retired or any(v in state.retired for v in chain(state, version)):
                 with pytest.raises(VersionGone):
                     self.store.load(version)
             else:

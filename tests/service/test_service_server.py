@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
@@ -15,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from service_world import ServerProcess, bits, model, moved, until
 
 import weightline as wl
-from weightline.errors import FormatError, InvalidInput, Unavailable, WriterFenced
+from weightline.errors import FormatError, IntegrityError, InvalidInput, Unavailable, WriterFenced
 from weightline.service import feed, serving
 from weightline.service.address import parse
 from weightline.service.rpc import Rpc
@@ -542,3 +544,60 @@ def test_serve_refuses_to_run_outside_the_main_thread(root, runtime_dir):
     with ThreadPoolExecutor(1) as pool, pytest.raises(InvalidInput, match="main thread"):
         pool.submit(serve, root, runtime_dir=runtime_dir).result(30)
     assert serving(root) is None
+
+
+@pytest.mark.parametrize("door", ["grpc", "http", "listen"])
+def test_a_refused_server_leaves_no_empty_store(root, runtime_dir, door):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        with ServerProcess(root, runtime_dir) as server:
+            server.options[door] = at if door != "listen" else f"unix:{runtime_dir}/no/wl.sock"
+            assert server.first_line()["error"]["kind"] == "invalid_input"
+    assert not root.exists()
+
+
+@pytest.mark.faults
+def test_files_that_are_cut_short_in_place_kill_neither_server_nor_follower(server, root):
+    """A mapping of such a file kills its process (SIGBUS): nothing is mapped there."""
+    weights = {"w": np.zeros(1 << 20, np.uint8), **model()}
+    with wl.connect(server.url, name="engine-0") as line:
+        line.commit(weights, anchor=True)
+        line.commit(moved(weights, "w"))
+        delta, whole = line.fetch_delta(2), line.load(1, held=True)
+        base = {name: value.copy() for name, value in weights.items()}
+        for version, name in ((1, "model.safetensors"), (2, "delta.safetensors")):
+            path = root / line.record(version).folder / name
+            path.chmod(0o644)
+            os.truncate(path, 0)
+        # What was fetched is in memory: every byte of it can be looked at.
+        assert bits(whole) == bits(weights)
+        delta.apply_(base)
+        assert bits(base) == bits(moved(weights, "w"))
+        for read in (lambda: line.load(2, held=True), lambda: line.fetch_delta(2)):
+            with pytest.raises(IntegrityError):
+                read()
+        # The trainer and the server go on; what is committed now rests on nothing that is lost.
+        assert line.commit(weights) == 3
+        assert (line.record(3).kind, line.record(3).base) == ("anchor", None)
+        line.ack(3, "engine-0")
+        assert bits(line.load(3)) == bits(weights)
+    assert server.process.poll() is None
+
+
+@pytest.mark.faults
+def test_a_mapping_of_a_file_that_is_cut_short_does_kill_its_process(root):
+    """What the test above guards against is real here: the same look through a mapping."""
+    with wl.CheckpointEngine(root) as line:
+        line.commit({"w": np.zeros(1 << 20, np.uint8)})
+        pid = os.fork()
+        if pid == 0:  # pragma: no cover - the child
+            faulthandler.disable()
+            mapped = line.load(1)
+            path = root / line.record(1).folder / "model.safetensors"
+            path.chmod(0o644)
+            os.truncate(path, 0)
+            mapped["w"].sum()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] & 0x7F == signal.SIGBUS

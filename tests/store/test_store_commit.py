@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -429,3 +430,27 @@ def test_a_place_without_hard_links_is_refused(
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(InvalidInput, match="hard links"):
         store.writer()
+
+
+def test_fsyncs_of_a_commit_are_those_that_the_docs_state(
+    store: Store, weights: Any, changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/format.md states them: each is one wait for the disk on the way of a commit."""
+    writer = store.writer()
+    writer.commit(weights)
+    calls = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(fd), real(fd)))
+    weights = {**weights, "big": np.zeros(4096, np.float32)}
+    writer.commit(weights, anchor=True)
+    counted = {"whole": len(calls)}
+    for name, options in (
+        ("delta", {}),
+        ("both", {"anchor": True}),
+        ("attachment", {"attachments": {"t": b"1"}}),
+    ):
+        calls.clear()
+        weights = changed(weights, 1, seed=len(name))
+        writer.commit(weights, **options)
+        counted[name] = len(calls)
+    assert counted == {"whole": 10, "delta": 11, "both": 12, "attachment": 13}

@@ -102,32 +102,52 @@ def test_another_format_is_refused_by_name(golden: Path, number: int) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.faults
-def test_any_flipped_byte_of_any_file_that_carries_truth_is_found(golden: Path) -> None:
-    opened = Store.open(golden)
-    opened.adopt_copy()
-    opened.pin(2)
-    opened.lease([3], "engine-0", ttl=1e9)
-    opened.close()
+def _small(root: Path) -> Path:
+    """A store with one file of each kind that carries truth, all of them small."""
+    store = Store.open(root, create=True)
+    writer = store.writer()
+    writer.commit({"w": np.arange(8, dtype=np.uint8)}, attachments={"opt": b"state"})
+    writer.commit({"w": np.arange(1, 9, dtype=np.uint8)}, step=2)
+    store.yank(1, "bad")
+    store.pin(1)
+    store.lease([2], "engine-0", ttl=1e9)
+    store.log.index.write(store.state.seq)
+    store.close()
+    return root
+
+
+_ALL = [pytest.param(1, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.faults)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("masks", _ALL, ids=["every bit", "every byte"])
+def test_any_flipped_byte_of_any_file_that_carries_truth_is_found(tmp_path: Path, masks: int) -> None:
+    """Every byte of every file; "every byte" flips one bit in turn, "every bit" each of the eight."""
+    root = _small(tmp_path / "s")
     hints = {"head.json", "anchor-wanted.json", "owner.json"}
-    checked = 0
-    for path in sorted(p for p in golden.rglob("*") if p.is_file()):
+    checked, kinds = 0, set()
+    for path in sorted(p for p in root.rglob("*") if p.is_file()):
         if path.name in hints or path.name.startswith("catalog.sqlite"):
             continue
+        path.chmod(0o644)
         whole = path.read_bytes()
-        for at in sorted({0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 2, len(whole) - 1}):
-            flipped = bytearray(whole)
-            flipped[at] ^= 0x04
-            path.write_bytes(flipped)
+        for at, bit in ((at, bit) for at in range(len(whole)) for bit in range(8)):
+            if masks == 8 and bit != at % 8:
+                continue
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([whole[at] ^ 1 << bit]))
             try:
-                found = Store.open(golden).verify().problems
+                found = Store.open(root).verify().problems
             except FormatError:
                 found = (path,)  # run.json: not even opened
-            assert found, f"byte {at} of {path.relative_to(golden)}"
+            assert found, f"bit {bit} of byte {at} of {path.relative_to(root)}"
             checked += 1
         path.write_bytes(whole)
-    assert checked > 100
-    assert Store.open(golden).verify(deep=True).ok
+        kinds.add(path.relative_to(root).parts[0] if path.parent != root else path.name)
+    assert kinds == {"index", "leases", "log", "pins", "place.json", "run.json", "versions"}
+    assert checked > 4000
+    assert Store.open(root).verify(deep=True).ok
 
 
 @pytest.mark.faults

@@ -321,3 +321,52 @@ def test_model_files_follow_to_later_anchors_and_checkouts(
     writer.commit(changed(weights, 3), model_files=model)
     store.checkout(4, tmp_path / "out4")
     assert (tmp_path / "out4" / "config.json").read_text() == "new"
+
+
+# Laggards ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ten(store: Store, weights: Any, changed: Any) -> list[Any]:
+    """Versions 1 to 10, one element apart; version 6 has an anchor beside its delta."""
+    writer, held = store.writer(), [{**weights, "big": np.zeros(4096, np.float32)}]
+    for k in range(1, 11):
+        held.append(changed(held[-1], 1, seed=k))
+        writer.commit(held[-1], anchor=k == 6)
+    return held
+
+
+def test_a_laggard_that_is_leased_gets_one_squashed_delta_whatever_retention_does(
+    store: Store, ten: list[Any], same: Any
+) -> None:
+    lease = store.lease([3], "subscriber:engine-0", ttl=100)
+    store.collect(max_versions=1, grace=0, hold_after_rebuild=0)
+    assert store.collect(max_versions=1, grace=0, hold_after_rebuild=0).failed == ()
+    assert 3 not in store.state.retired
+    reader = Store.open(store.root, clock=store.clock)
+    delta = reader.fetch_delta(10, have=3)
+    assert (delta.base, delta.version, delta.changed) == (3, 10, ("embed.weight",))
+    # Last value wins: no element is told twice, though seven deltas lead there.
+    assert delta.elements <= 7
+    mine = {name: array.copy() for name, array in ten[3].items()}
+    delta.apply_(mine)
+    assert same(mine, ten[10])
+    store.release(lease)
+
+
+def test_a_laggard_whose_version_is_gone_is_served_the_whole(store: Store, ten: list[Any], same: Any) -> None:
+    store.retire([1, 2, 3], "room")
+    store.collect(grace=0, hold_after_rebuild=0)
+    reader = Store.open(store.root, clock=store.clock)
+    delta = reader.fetch_delta(10, have=3)
+    assert (delta.base, delta.version) == (None, 10)
+    mine = {name: array.copy() for name, array in ten[3].items()}
+    delta.apply_(mine)
+    assert same(mine, ten[10])
+
+
+def test_retention_without_any_bound_keeps_every_delta(store: Store, ten: list[Any], same: Any) -> None:
+    report = store.collect(grace=0, hold_after_rebuild=0)
+    assert (report.retired, report.thinned, report.deleted) == ((), (), ())
+    for version in range(1, 11):
+        assert same(store.load(version), ten[version])

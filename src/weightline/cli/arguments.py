@@ -41,6 +41,22 @@ def opened(store: str, *, create: bool = False) -> Iterator[Line]:
         line.close()
 
 
+def exists(store: str) -> bool:
+    """Is there a store at STORE already? A server's address counts as one."""
+    from weightline.errors import StoreNotFound
+    from weightline.service.address import parse
+    from weightline.store import Store
+
+    address = parse(store)
+    if address.scheme not in ("file", "store"):
+        return True
+    try:
+        Store.open(address.url or address.path).close()
+    except StoreNotFound:
+        return False
+    return True
+
+
 @contextmanager
 def opened_store(store: str) -> Iterator[Store]:
     """The store behind a STORE argument, served or not, closed at the end. Raises `StoreNotFound`."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from weightline.cli.app import command
-from weightline.cli.arguments import JsonOption, StoreArgument, opened, parse_pairs
+from weightline.cli.arguments import JsonOption, StoreArgument, exists, opened, parse_pairs
 from weightline.cli.output import human_bytes, print_json, say
 
 
@@ -54,22 +54,24 @@ def commit(
 
     Example: weightline commit ./ckpt ./policy --step 120
     """
+    from weightline.store.offer import check_first
+
+    files = parse_pairs(attachment or [], "--attachment")
+    options: dict[str, Any] = {
+        "step": step,
+        "label": label,
+        "anchor": anchor,
+        "partial": partial,
+        "attachments": {name: Path(path) for name, path in files.items()} or None,
+        "metadata": parse_pairs(metadata or [], "--metadata") or None,
+        "model_files": weights if weights.is_dir() else None,
+        "commit_id": commit_id,
+        "check_finite": check_finite,
+    }
+    if not exists(store):
+        check_first(weights, options)  # a commit that is refused leaves no empty store behind
     with opened(store, create=True) as line:
-        version = line.commit(
-            weights,
-            step=step,
-            label=label,
-            anchor=anchor,
-            partial=partial,
-            attachments={
-                name: Path(path) for name, path in parse_pairs(attachment or [], "--attachment").items()
-            }
-            or None,
-            metadata=parse_pairs(metadata or [], "--metadata") or None,
-            model_files=weights if weights.is_dir() else None,
-            commit_id=commit_id,
-            check_finite=check_finite,
-        )
+        version = line.commit(weights, **options)
         record = line.record(version)
     if json:
         print_json(

@@ -33,6 +33,10 @@ STREAMS = ("whole", "positions", "values", "coded", "tables", INDEX)
 ALIGN = 64
 MAX_HEADER = 1 << 16
 """Bytes of the largest header that a delta file can have; a longer one is refused unread."""
+HELD = 256 << 20
+"""Bytes up to which a file is read instead of mapped: whoever cuts it short, or a disk that fails, can then
+not kill a process that holds it (a mapping would: SIGBUS).
+"""
 MAX_INFLATE = 1032
 """The most that DEFLATE expands: a declared size beyond it lies."""
 _UNCHECKED = "whole"
@@ -150,7 +154,7 @@ def write_streams(
 
 
 class Mapped:
-    """A delta file, mapped. Its streams are read-only uint8 arrays over the mapping."""
+    """A delta file, in memory or (above `HELD`) mapped. Its streams are read-only uint8 arrays over it."""
 
     def __init__(self, path: Path, *, verify: bool) -> None:
         self.path = path
@@ -160,7 +164,12 @@ class Mapped:
                 size = os.fstat(handle.fileno()).st_size
                 if size < 8:
                     raise broken(where, f"{size} bytes are no safetensors file")
-                mapped = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ)
+                mapped: bytes | mmap.mmap = b""
+                if size <= HELD:
+                    mapped = handle.read()
+                    size = len(mapped)
+                else:
+                    mapped = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise InvalidInput(f"there is no file {where}", hint="check the path") from None
         except IsADirectoryError:

@@ -167,7 +167,7 @@ class Replica:
         from weightline.codec import full
 
         digests = {entry.spec.name: entry.digest for entry in manifest.tensors}
-        weights = line.load(record.version)  # verified against these digests
+        weights = line.load(record.version, held=True)  # verified against these digests
         names = _together(manifest, mapping, groups, set(groups.values()))
         whole = HostTensors(self.folder).whole(line, manifest, names, mapping)
         there = {name for name, digest in digests.items() if (live or {}).get(mapping[name]) == digest}

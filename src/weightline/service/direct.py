@@ -176,12 +176,14 @@ class DirectLine:
         self._store.refresh()
         return self._store.manifest(as_number("version", version))
 
-    def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
+    def load(
+        self, version: int, *, like: Literal["numpy", "torch"] = "numpy", held: bool = False
+    ) -> dict[str, Any]:
         """`Line.load`."""
         version = as_number("version", version)
         self._passed(version, "notified")
         with self._held(version, None, full=True):
-            weights = self._store.load(version, like=like)
+            weights = self._store.load(version, like=like, held=held)
         self._passed(version, "fetched")
         return weights
 

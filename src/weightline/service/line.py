@@ -110,8 +110,13 @@ class Line(Protocol):
         """Tensors of the version with their digests, inherited ones included."""
         ...
 
-    def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
-        """Name -> array, bit-exact and verified (bf16 and fp8 through `ml_dtypes`). Raises `VersionGone`,
+    def load(
+        self, version: int, *, like: Literal["numpy", "torch"] = "numpy", held: bool = False
+    ) -> dict[str, Any]:
+        """Name -> array, bit-exact and verified (bf16 and fp8 through `ml_dtypes`).
+
+        Arrays are mapped from the store: cheap, but a file that somebody cuts short, or a disk that fails,
+        then kills the process (SIGBUS); `held` reads them into memory. Raises `VersionGone`,
         `IntegrityError`.
         """
         ...

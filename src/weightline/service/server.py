@@ -40,6 +40,7 @@ from weightline.service.presence import SEAT_SECONDS, ServerInfo, ServerLock, cl
 from weightline.service.rpc import load_grpc
 from weightline.store import Store
 from weightline.store.opening import local_folder
+from weightline.store.run import RUN
 
 log = logging.getLogger("weightline.server")
 
@@ -91,12 +92,14 @@ def serve(
         Path(runtime_dir).expanduser().absolute() if runtime_dir is not None else default_runtime_dir(root)
     )
     path = listen_path(listen) if listen is not None else check_socket_path(folder / SOCKET_NAME)
+    if runtime_dir is None:
+        make_runtime_dir(folder.parent)
+    make_runtime_dir(folder)
+    if not isinstance(where, str) and not (where / RUN).exists():
+        _try_doors(path, grpc, http)  # a server that is refused leaves no empty store behind
     opened = Store.open(where, create=True)
     lock = ServerLock.take(root, seat_of(opened, "server", SEAT_SECONDS))
     try:
-        if runtime_dir is None:
-            make_runtime_dir(folder.parent)
-        make_runtime_dir(folder)
         clear_stale_socket(path)
         host = Host(opened, sync_timeout=sync_timeout, runtime_dir=folder)
         cleaner = Cleaner(
@@ -221,7 +224,22 @@ def _bind_tcp(server: Any, at: str) -> str:
     return f"grpc://{bracketed(host, bound)}"
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def _try_doors(path: Path, grpc: str | None, http: str | None) -> None:
+    """Raises `InvalidInput` for an address that cannot be listened on now."""
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InvalidInput(
+            f"{path}: cannot listen there, {path.parent} is no folder that this user may write to",
+            hint="name another socket with --listen",
+        )
+    for what, at in (("--grpc", grpc), ("--http", http)):
+        if at is None:
+            continue
+        host, port = loopback(at, what=what)
+        if port:
+            _listener(host, port, what=what).close()
+
+
+def _listener(host: str, port: int, *, what: str = "--http") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -230,7 +248,7 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise InvalidInput(
-            f"--http {bracketed(host, port)}: {error.strerror}", hint="give another port; 0 takes a free one"
+            f"{what} {bracketed(host, port)}: {error.strerror}", hint="give another port; 0 takes a free one"
         ) from error
     return listener
 

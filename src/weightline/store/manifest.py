@@ -21,7 +21,7 @@ VERSIONS = "versions"
 Role = Literal["anchor", "index", "delta", "model_file", "attachment"]
 
 
-class TensorEntry(Struct, frozen=True):
+class TensorEntry(Struct, frozen=True, gc=False):
     """One tensor of a version."""
 
     spec: TensorSpec

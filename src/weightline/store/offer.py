@@ -130,6 +130,19 @@ def read_offer(
     return weights, model_files
 
 
+def check_first(weights: Mapping[str, Any] | str | Path | Delta, given: Mapping[str, Any]) -> None:
+    """Raises what the first commit of a new store would, as far as it can be told without one."""
+    options = options_of(given)
+    offered, _ = read_offer(weights, options.model_files)
+    if isinstance(offered, Delta):
+        if any(change.index is not None for change in offered.changes()):
+            raise ConflictError("a delta cannot be the first version", hint="commit the whole weights first")
+        return
+    check_names(offered, {}, options)
+    if options.check_finite:
+        check_finite(offered)
+
+
 def _is_delta(path: Path) -> bool:
     try:
         return files.read_header(path).metadata.get("format", "").startswith("weightline.")

@@ -25,6 +25,8 @@ _HINT = "run `weightline verify` on the store; take another version until it is 
 _verified: dict[tuple[str, int, int, int], str] = {}
 """Blobs that this process has hashed: (path, inode, bytes, modification time) -> SHA-256."""
 _MAX_CACHED = 64
+_HELD = 1 << 30
+"""Bytes of weights up to which the base of relative deltas is kept in memory; larger ones are mapped."""
 
 
 def remember(path: Path, sha256: str) -> None:
@@ -173,23 +175,25 @@ class Reading:
         delta = codec.read_delta(self.blob_path(version, blobs[0]), verify=False)
         return delta.numbered(self._state().version(version).base, version)
 
-    def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
+    def load(
+        self, version: int, *, like: Literal["numpy", "torch"] = "numpy", held: bool = False
+    ) -> dict[str, Any]:
         """Name -> array, bit-exact and verified. Mapped copy-on-write: memory is used only where deltas
-        apply.
+        apply; `held`: all in memory, so that no file that is cut short can kill the process.
         """
         if like not in ("numpy", "torch"):
             raise InvalidInput(f"like={like!r} is neither 'numpy' nor 'torch'", hint="choose one of the two")
         self.require(version)
         plan = plans.plan(self._state(), None, version)
         try:
-            tensors = self._rebuilt(version, plan)
+            tensors = self._rebuilt(version, plan, held)
         except IntegrityError:
             # Retention may have let an anchor on the way go meanwhile; then there is another way.
             self._refresh()
             again = plans.plan(self._state(), None, version)
             if again == plan:
                 raise
-            tensors = self._rebuilt(version, again)
+            tensors = self._rebuilt(version, again, held)
         if like == "torch":
             return {name: to_torch(array) for name, array in tensors.items()}
         return tensors
@@ -215,10 +219,10 @@ class Reading:
         self._check_result(version, tensors, set(undo.digests))
         return tensors
 
-    def _rebuilt(self, version: int, plan: plans.Plan) -> dict[str, Any]:
+    def _rebuilt(self, version: int, plan: plans.Plan, held: bool) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
         for blob in self.stored(plan.steps[0].version).named("anchor"):
-            tensors.update(files.map_file(self.blob_path(plan.steps[0].version, blob)))
+            tensors.update(files.map_file(self.blob_path(plan.steps[0].version, blob), held=held))
         digests = {name: entry.digest for name, entry in self.table(plan.steps[0].version).items()}
         written: set[str] = set()
         for step in plan.steps[1:]:
@@ -270,7 +274,10 @@ class Reading:
             # A reader that goes from version to version finds its base here and reads each delta once.
             held, self._base = self._base, None
             try:
-                base = held[1] if held is not None and held[0] == have else self.load(have)
+                if held is not None and held[0] == have:
+                    base = held[1]
+                else:
+                    base = self.load(have, held=self.require(have).raw_nbytes <= _HELD)
             except VersionGone:
                 return self._full(version)
             if len(deltas) == 1:

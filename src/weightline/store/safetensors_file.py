@@ -48,13 +48,20 @@ class Header(Struct, frozen=True):
     metadata: dict[str, str]
 
 
-def map_file(path: Path) -> dict[str, Array]:
-    """Name -> array over the mapped file. Raises `FormatError` when it is cut short or not safetensors."""
+def map_file(path: Path, *, held: bool = False) -> dict[str, Array]:
+    """Name -> array over the mapped file, or (`held`) over a copy of it in memory, which nothing that happens
+    to the file can hurt. Raises `FormatError` when it is cut short or not safetensors.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         header = _read_header(file.read(8), file.read, size, path)
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    data = np.frombuffer(mapped, np.uint8)
+        if held:
+            file.seek(0)
+            data = np.fromfile(file, np.uint8, size)
+            if data.size != size:
+                raise _broken(path, f"it was cut short to {data.size} bytes while it was read")
+        else:
+            data = np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), np.uint8)
     out: dict[str, Array] = {}
     for name, spec in header.specs.items():
         begin = header.begin[name]

@@ -211,14 +211,14 @@ class Store(Keeping):
         self._known(version)
         return self.reading.manifest(version)
 
-    def load(self, version: int, *, like: Literal["numpy", "torch"] = "numpy") -> dict[str, Any]:
-        """Name -> array, bit-exact and verified; mapped copy-on-write from the blobs, so writing to it
-        changes no file.
-
-        Raises `VersionNotFound`, `VersionGone`, `IntegrityError`.
+    def load(
+        self, version: int, *, like: Literal["numpy", "torch"] = "numpy", held: bool = False
+    ) -> dict[str, Any]:
+        """Name -> array, bit-exact and verified; mapped copy-on-write, or all in memory (`held`), so writing
+        to it changes no file. Raises `VersionNotFound`, `VersionGone`, `IntegrityError`.
         """
         self._known(version)
-        return self.reading.load(version, like=like)
+        return self.reading.load(version, like=like, held=held)
 
     def fetch_delta(self, version: int, have: int | None = None) -> Delta:
         """What turns the bytes of `have` (default: the version's base) into those of `version`, verified.

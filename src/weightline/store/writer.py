@@ -333,9 +333,9 @@ class Writer:
         self._forget()
         if newest is None:
             return
-        loaded = self._store.reading.load(newest)
-        # Copies: the shadow must not depend on files that retention deletes or a disk fault cuts short.
-        self._bits = {name: np.array(bits_of(array), copy=True) for name, array in loaded.items()}
+        # In memory: the shadow must not depend on files that retention deletes or a disk fault cuts short.
+        loaded = self._store.reading.load(newest, held=True)
+        self._bits = {name: bits_of(array) for name, array in loaded.items()}
         self._table = dict(self._store.reading.table(newest))
         self._head = newest
         self._watch.begin(newest, trusted=True)
