@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -11,7 +13,10 @@ from s3_world import FaultProxy, moto
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
-    with moto(tmp_path_factory.mktemp("s3") / "moto.log") as endpoint:
+    """moto's server, or the one that WEIGHTLINE_TEST_S3 names, with a container `wl-test` in it."""
+    given = os.environ.get("WEIGHTLINE_TEST_S3")
+    log = tmp_path_factory.mktemp("s3") / "moto.log"
+    with nullcontext(given) if given else moto(log) as endpoint:
         proxy = FaultProxy(endpoint)
         try:
             yield proxy

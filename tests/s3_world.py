@@ -23,6 +23,7 @@ Kind = Literal["503", "drop", "lose", "conflict", "break", "refuse"]
 was asked. `refuse`: what `refusal` says. `conflict`: 409, as S3 says while another writer is at it. `break`:
 half of the answer's bytes."""
 CONTAINER = "wl-test"
+_STORM: tuple[Kind, ...] = ("503", "drop", "lose", "break")
 
 
 def free_port() -> int:
@@ -81,6 +82,9 @@ class FaultProxy:
         """So many writes are still done, the last without an answer; then nobody is there any more."""
         self.received = 0
         """Bytes of all requests."""
+        self.storm = 0
+        """Every so many requests something goes wrong, in turn; 0: never."""
+        self._turn = 0
         self.seen: list[tuple[str, str]] = []
         """(method, path) of every request."""
         self.struck: list[tuple[Kind, str, str]] = []
@@ -112,7 +116,7 @@ class FaultProxy:
             self._rules.clear()
             self.latency = self.list_latency = 0.0
             self.dies_after = None
-            self.received = 0
+            self.received = self.storm = 0
             self.seen.clear()
             self.struck.clear()
 
@@ -121,8 +125,14 @@ class FaultProxy:
         self._thread.join()
         self._server.server_close()
 
-    def fault(self, method: str, path: str) -> Kind | None:
+    def fault(self, method: str, path: str, creates: bool = False) -> Kind | None:
         with self._lock:
+            self._turn += 1
+            if self.storm and self._turn % self.storm == 0:
+                # What became of a create whose answer is lost, a caller of the place has to find out.
+                kinds = _STORM[:2] if creates else _STORM
+                self.struck.append((kinds[(self._turn // self.storm) % len(kinds)], method, path))
+                return self.struck[-1][0]
             self.seen.append((method, path))
             if self.dies_after is not None:
                 if self.dies_after == 0:
@@ -163,7 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.proxy.received += len(body)
         path = unquote(self.path)
-        fault = self.proxy.fault(self.command, path)
+        creates = self.headers.get("If-None-Match") is not None
+        fault = self.proxy.fault(self.command, path, creates)
         if fault == "drop":
             return self._hang_up()
         if fault in ("503", "conflict"):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightline.errors import InvalidInput, Unavailable
 from weightline.store.object_cache import BlobCache
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PART_NBYTES = 8 << 20
 """Size of the parts of a large upload, and of the pieces of a download."""
@@ -128,8 +129,11 @@ class ObjectPlace:
     def read(self, key: str) -> bytes:
         import obstore
 
-        with self._typed(f"read {check_key(key)}", key):
-            return bytes(obstore.get(self._store, key).bytes())
+        def act() -> bytes:
+            with self._typed(f"read {check_key(key)}", key):
+                return bytes(obstore.get(self._store, key).bytes())
+
+        return self._through(act)
 
     def size(self, key: str) -> int | None:
         import obstore
@@ -144,10 +148,15 @@ class ObjectPlace:
         import obstore
 
         start = below(prefix)
-        found = []
-        with self._typed(f"list {prefix or 'everything'}"):
-            for chunk in obstore.list(self._store, prefix or None, offset=after or None, chunk_size=1000):
-                found += [Listed(str(item["path"]), int(item["size"])) for item in chunk]
+
+        def act() -> list[Listed]:
+            found = []
+            with self._typed(f"list {prefix or 'everything'}"):
+                for chunk in obstore.list(self._store, prefix or None, offset=after or None, chunk_size=1000):
+                    found += [Listed(str(item["path"]), int(item["size"])) for item in chunk]
+            return found
+
+        found = self._through(act)
         return iter(
             sorted(i for i in found if i.key.startswith(start) and i.key > after and not hidden(i.key))
         )
@@ -262,6 +271,17 @@ class ObjectPlace:
                 continue
             yield piece
             at, tries = at + len(piece), 0
+
+    def _through(self, act: Callable[[], T]) -> T:
+        """`act`, which only reads; again when an answer broke off, which is not repeated below us."""
+        for attempt in range(1, _TRIES):
+            try:
+                return act()
+            except Unavailable as error:
+                if "body error" not in str(error.__cause__):
+                    raise
+                self._pause(_FIRST_PAUSE_S * 2**attempt)
+        return act()
 
     @contextmanager
     def _typed(self, what: str, key: str | None = None) -> Iterator[None]:
