@@ -4,8 +4,9 @@
 
 MODEL_FOLDER is a Hugging Face folder of one safetensors file. A server of its own is started with it. Each
 round moves a share of all elements by one unit in the last place, commits, and waits until the engine serves
-the new version. `inside_pause_ms` is what lies between vLLM's answers to pause and resume; `ours_ms` is that
-without vLLM's own calls (start, finish with label, reset of the prefix cache, is-paused), which are made once
+the new version. `commit_to_served_ms` runs from the call of commit to the answer of resume.
+`inside_pause_ms` is what lies between vLLM's answers to pause and resume; `ours_ms` is that without vLLM's own
+calls (start, finish with label, reset of the prefix cache, is-paused), which are made once
 more after each refit with nothing of ours in them. The line through the shares gives fixed cost and slope.
 `--billion` adds a synthetic model of more than 1e9 bf16 parameters in this process (real vLLM modules, no
 generation). `--refits N` goes on for N refits and reports resident memory on the way. Prints one JSON
@@ -102,7 +103,14 @@ def vllm_calls(server: Server, n: int = 10) -> dict[str, float]:
 
 def rounds(world: World, follower: Any, share: float, n: int) -> dict[str, Any]:
     """`n` refits at one share."""
-    served, events, ours = [], [], []
+    served, events, ours, commits = [], [], [], []
+    resume, resumed = follower.port.resume, []
+
+    def noting() -> None:
+        resume()
+        resumed.append(time.perf_counter())
+
+    follower.port.resume = noting
     for _ in range(n):
         world.version += 1
         world.weights = moved(world.weights, share, world.version)
@@ -112,8 +120,10 @@ def rounds(world: World, follower: Any, share: float, n: int) -> dict[str, Any]:
             world.weights[name].view(torch.int16).view(-1)[0] ^= 1
         began = time.perf_counter()
         version = world.engine.commit(world.weights, step=world.version)
+        committed = time.perf_counter()
         world.follow_to(follower, version)
-        served.append((time.perf_counter() - began) * 1e3)
+        served.append((resumed[-1] - began) * 1e3)
+        commits.append((committed - began) * 1e3)
         events.append(next(e for e in reversed(world.events) if e["event"] == "refit"))
         # vLLM's own calls right after, in the same weather: what is left of this pause is ours.
         alone = vllm_calls(world.server, 1)
@@ -121,11 +131,14 @@ def rounds(world: World, follower: Any, share: float, n: int) -> dict[str, Any]:
             alone["start"] + alone["reset_prefix_cache"] + alone["finish_with_label"] + 2 * alone["is_paused"]
         )
         ours.append(sum(events[-1]["phases"][p] for p in INSIDE) - own)
-    names = ("prepare", "pause", "apply", "verify", "invalidate", "label", "resume", "fetch")
+    follower.port.resume = resume
+    names = ("plan", "prepare", "pause", "apply", "verify", "invalidate", "label", "resume", "fetch")
     phases = {name: median([e["phases"][name] for e in events]) for name in names}
     return {
         "elements": events[-1]["elements"],
         "commit_to_served_ms": median(served),
+        "commit_to_served_least_ms": round(min(served), 1),
+        "commit_ms": median(commits),
         "pause_ms": median([e["pause_ms"] for e in events]),
         "inside_pause_ms": median([sum(e["phases"][p] for p in INSIDE) for e in events]),
         "ours_ms": median(ours),
@@ -147,6 +160,7 @@ def reload_full(world: World, n: int) -> dict[str, float]:
         "write_ms": median(writes),
         "reload_ms": median(reloads),
         "sum_ms": median(writes) + median(reloads),
+        "sum_least_ms": round(min(a + b for a, b in zip(writes, reloads, strict=True)), 1),
     }
 
 
@@ -189,6 +203,8 @@ def served(arguments: argparse.Namespace) -> dict[str, Any]:
             world.follow_to(follower, first)
             idle = server.resident()
             result: dict[str, Any] = {"vllm_calls_ms": vllm_calls(server)}
+            result["reload_full"] = reload_full(world, max(3, arguments.n // 2))
+            world.follow_to(follower, world.version)
             result["shares"] = {}
             for share in SHARES:
                 result["shares"][str(share)] = rounds(world, follower, share, arguments.n)
@@ -205,7 +221,7 @@ def served(arguments: argparse.Namespace) -> dict[str, Any]:
                     if (k + 1) % max(1, arguments.refits // 6) == 0:
                         samples.append(server.resident())
                 result["resident_bytes"] = samples
-            result["reload_full"] = reload_full(world, max(3, arguments.n // 2))
+            result["reload_full_after"] = reload_full(world, max(3, arguments.n // 2))
             result["resident_bytes_before_refits"] = idle
         finally:
             world.close()

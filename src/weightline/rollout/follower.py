@@ -29,7 +29,7 @@ from weightline.errors import (
     WeightlineError,
 )
 from weightline.rollout import mapping as names
-from weightline.rollout.engines.base import EngineDescription, EnginePort, Refit
+from weightline.rollout.engines.base import EngineDescription, EnginePort, Refit, WritingPort
 from weightline.rollout.hold import Holds
 from weightline.rollout.memory import Doubt, PendingAck, Plan, times
 from weightline.rollout.refit import RefitOutcome, run_refit
@@ -72,6 +72,7 @@ class Follower:
         """`clock` and `sleep` (seconds) serve a refit; waits between looks end early when `stop` is set or a
         version comes."""
         self.line, self.port, self.replica = line, port, replica
+        replica.writer = port.write_refit if isinstance(port, WritingPort) else None
         self.id, self.at, self.hold, self.rules = id, at, hold, rules
         self.stop = stop or threading.Event()
         self._on_event = on_event

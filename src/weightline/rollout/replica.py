@@ -14,7 +14,8 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,9 @@ class Replica:
     def __init__(self, run: str, follower: str, *, parent: Path | None = None) -> None:
         """Sweep what dead followers left in `parent` and make a folder of our own. Raises `InvalidInput`,
         `StorageFull`."""
+        self.writer: Callable[[Delta, Path], int] | None = None
+        """Writes the file that is handed over, in the form of the engine's own adapter; returns its size in
+        bytes. None: a delta file."""
         parent = parent if parent is not None else default_runtime_dir()
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", follower)[:40]
         name = f"follow-{run[:16]}-{safe}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -140,13 +144,11 @@ class Replica:
         Raises `IntegrityError`, `VersionGone`.
         """
         delta = line.fetch_delta(record.version, have=have)
-        file = self._write(delta, manifest, mapping, f"{have}-{record.version}")
         touched = {groups[mapping[name]] for name in delta.changed if mapping[name] in groups}
-        if not touched:
-            return file
         names = _together(manifest, mapping, groups, touched)
-        base = line.manifest(have)
+        base = line.manifest(have) if names else None
         whole = HostTensors(self.folder).whole(line, manifest, names, mapping, base=base, delta=delta)
+        file = self._write(delta, manifest, mapping, f"{have}-{record.version}", without=set(names))
         return msgspec.structs.replace(file, whole=whole)
 
     def full_file(
@@ -184,19 +186,30 @@ class Replica:
         """Remove a file that this replica wrote."""
         file.path.unlink(missing_ok=True)
 
-    def _write(self, delta: Delta, manifest: Manifest, mapping: Mapping[str, str], stem: str) -> RefitFile:
-        from weightline.codec import write_delta
-
+    def _write(
+        self,
+        delta: Delta,
+        manifest: Manifest,
+        mapping: Mapping[str, str],
+        stem: str,
+        without: AbstractSet[str] = frozenset(),
+    ) -> RefitFile:
         digests = _expected(delta, manifest, mapping)
         path = self.folder / f"{stem}-{uuid.uuid4().hex[:8]}.safetensors"
         try:
-            nbytes = write_delta(_renamed(delta, mapping), path, level="absolute")
+            nbytes = (self.writer or _write_absolute)(_renamed(delta, mapping, without), path)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise StorageFull(
                 f"{path}: {error.strerror or error}", hint="free space, or give another --runtime-dir"
             ) from None
         return RefitFile(path, digests, delta.elements, nbytes)
+
+
+def _write_absolute(delta: Delta, path: Path) -> int:
+    from weightline.codec import write_delta
+
+    return write_delta(delta, path, level="absolute")
 
 
 def _together(
@@ -207,17 +220,18 @@ def _together(
     return [name for name in names if groups.get(mapping[name]) in touched]
 
 
-def _renamed(delta: Delta, mapping: Mapping[str, str]) -> Delta:
-    """The same changes under the engine's names; arrays are borrowed, not copied."""
+def _renamed(delta: Delta, mapping: Mapping[str, str], without: AbstractSet[str]) -> Delta:
+    """The same changes under the engine's names, but for those of `without`; arrays are borrowed."""
     from weightline.codec import Delta
     from weightline.codec.delta import Held
 
-    if all(mapping[name] == name for name in delta.changed):
+    if not without and all(mapping[name] == name for name in delta.changed):
         return delta
     changes = []
     for change in delta.changes():
-        spec = msgspec.structs.replace(change.spec, name=mapping[change.spec.name])
-        changes.append(msgspec.structs.replace(change, spec=spec))
+        if change.spec.name not in without:
+            spec = msgspec.structs.replace(change.spec, name=mapping[change.spec.name])
+            changes.append(msgspec.structs.replace(change, spec=spec))
     return Delta(Held(changes), base=delta.base, version=delta.version)
 
 

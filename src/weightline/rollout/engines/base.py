@@ -9,11 +9,14 @@ follower may repeat it after a lost answer.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
 from weightline.types import TensorSpec, Verification
+
+if TYPE_CHECKING:
+    from weightline.codec import Delta
 
 
 class Hold(Struct, frozen=True):
@@ -74,14 +77,14 @@ class Refit(Struct, frozen=True, kw_only=True):
     """The version that must be live now for `file` to be right; None: `file` is full, any state will do."""
     have_label: str | None
     file: Path
-    """A delta file whose every change is an absolute value (`codec`, absolute level); full tensors when
-    `have` is None."""
+    """A delta file whose every change is an absolute value (`codec`, absolute level), or what the port itself
+    wrote (`WritingPort`); full tensors when `have` is None."""
     digests: dict[str, str]
     """Additive digest that each tensor must have afterwards, by the engine's name: of those in `file` and,
     when `have` is None, of all (see `EngineDescription.proves_digests`)."""
     whole: tuple[WholeTensor, ...] = ()
-    """Every tensor of every group that the refit touches (`EngineDescription.groups`); what `file` says of
-    them counts for nothing."""
+    """Every tensor of every group that the refit touches (`EngineDescription.groups`); `file` leaves them
+    out."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -142,6 +145,16 @@ class EnginePort(Protocol):
 
     def close(self) -> None:
         """Close connections. The engine goes on serving."""
+        ...
+
+
+@runtime_checkable
+class WritingPort(EnginePort, Protocol):
+    """An engine that reads refits in a form of its own."""
+
+    def write_refit(self, delta: Delta, path: Path) -> int:
+        """Write the changes of `delta`, all absolute and under the engine's names, for `Refit.file`. Returns
+        the size in bytes. Raises `OSError`."""
         ...
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from weightline.errors import ConflictError, InvalidInput, RefitError, Unavailable
 from weightline.rollout.engines.base import EngineDescription, Hold, Prepared, Refit
-from weightline.rollout.engines.vllm_file import worker_file
+from weightline.rollout.engines.vllm_file import worker_file, write_changes
 from weightline.rollout.engines.vllm_wire import VllmWire
 from weightline.types import TensorSpec, Verification
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
+
+    from weightline.codec import Delta
 
 SESSION_TIMEOUT = 30.0
 """Seconds of silence after which the engine itself ends a refit of ours."""
@@ -74,6 +76,10 @@ class VllmEngine:
         self._applied = ""
         """Session whose `apply` was answered."""
         self._verified: Verification = "none"
+        self._session: dict[str, Any] | None = {}
+        """The refit session that the engine last spoke of; empty before its first word."""
+        self._written: dict[Path, str] = {}
+        """The last file of `write_refit` and its SHA-256."""
         self._refits: dict[str, tuple[Refit, str]] = {}
         """Session -> refit and the label before it."""
 
@@ -131,6 +137,7 @@ class VllmEngine:
             self._replaced.add(self._instance)
             self._instance = hello["instance"]
         self._prefix_caching = bool(hello["prefix_caching"])
+        self._session = hello["session"]
         return hello
 
     def _healed(self) -> dict[str, Any]:
@@ -157,14 +164,17 @@ class VllmEngine:
                 engine_state="old",
                 hint="start vLLM with --no-enable-prefix-caching, or leave kv=recompute",
             )
-        self._end_own()
+        if self._session is not None:
+            self._end_own()
         before = str(self.wire.get("/weight_info").get("weight_version"))
-        path = self.wire.folder / f"refit-{refit.version}-{uuid.uuid4().hex[:8]}.safetensors"
+        path, sha256 = refit.file, self._written.get(refit.file)
         try:
-            sha256 = worker_file(refit, path)
+            if sha256 is None:
+                path = self.wire.folder / f"refit-{refit.version}-{uuid.uuid4().hex[:8]}.safetensors"
+                sha256 = worker_file(refit, path)
             answer = self.wire.ask(
                 "prepare",
-                file=str(path),
+                file=str(path.absolute()),
                 sha256=sha256,
                 run=refit.run,
                 version=refit.version,
@@ -176,11 +186,17 @@ class VllmEngine:
                 whole=msgspec.to_builtins(refit.whole),
             )
         finally:
-            path.unlink(missing_ok=True)  # what the worker mapped stays mapped
+            if path != refit.file:
+                path.unlink(missing_ok=True)  # what the worker mapped stays mapped
         session = str(answer["session"])
         self._refits = {session: (refit, before)}
         self._verified = answer["verified"]
         return Prepared(session=session, elements=int(answer["elements"]))
+
+    def write_refit(self, delta: Delta, path: Path) -> int:
+        nbytes, sha256 = write_changes(delta, path)
+        self._written = {path: sha256}
+        return nbytes
 
     def _end_own(self) -> None:
         """A refit of ours whose end was lost: take it back before the next one."""

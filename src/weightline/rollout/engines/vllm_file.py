@@ -1,16 +1,37 @@
-"""Turns a refit of the follower into the plain file that the plugin maps (`plugins/exchange.py`)."""
+"""Turns changes into the plain file that the plugin maps (`plugins/exchange.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from weightline.errors import RefitError, StorageFull
 from weightline.plugins.exchange import Change, write_refit
 from weightline.rollout.engines.base import Refit
 
+if TYPE_CHECKING:
+    from weightline.codec import Delta
+
+
+def write_changes(delta: Delta, path: Path, digests: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Write the changes of `delta` as absolute values; returns size in bytes and SHA-256 of the file.
+
+    `digests`: what the tensors must have afterwards; default: what `delta` says. Raises `OSError`.
+    """
+    changes = []
+    for change in delta.changes():
+        spec = change.spec
+        index = None if change.index is None else np.asarray(change.index, np.int64)
+        digest = (digests or {}).get(spec.name, change.digest)
+        changes.append(Change(spec.name, spec.dtype, spec.shape, digest, index, change.bits))
+    return write_refit(path, changes)
+
 
 def worker_file(refit: Refit, path: Path) -> str:
-    """Decode `refit.file` to absolute values and write them to `path`; returns the SHA-256 of the file.
+    """Decode the delta file `refit.file` and write it to `path`; returns the SHA-256 of what was written.
 
     Raises `RefitError("old")` for a delta that needs its base, `StorageFull`, and what reading the delta
     raises.
@@ -24,18 +45,9 @@ def worker_file(refit: Refit, path: Path) -> str:
             engine_state="old",
             hint="hand over absolute values",
         )
-    changes = []
-    whole = {tensor.name for tensor in refit.whole}
-    for change in delta.changes():
-        spec = change.spec
-        if spec.name in whole:
-            continue
-        digest = refit.digests.get(spec.name, change.digest)
-        changes.append(Change(spec.name, spec.dtype, spec.shape, digest, change.index, change.bits))
     try:
-        _, sha256 = write_refit(path, changes)
+        return write_changes(delta, path, refit.digests)[1]
     except OSError as error:
         raise StorageFull(
             f"{path}: {error.strerror or error}", hint="free space in the runtime folder"
         ) from None
-    return sha256
