@@ -5,9 +5,9 @@
 MODEL_FOLDER is a Hugging Face folder of one safetensors file. A server of its own is started with it. Each
 round moves a share of all elements by one unit in the last place, commits, and waits until the engine serves
 the new version. `commit_to_served_ms` runs from the call of commit to the answer of resume.
-`inside_pause_ms` is what lies between vLLM's answers to pause and resume; `ours_ms` is that without vLLM's own
-calls (start, finish with label, reset of the prefix cache, is-paused), which are made once
-more after each refit with nothing of ours in them. The line through the shares gives fixed cost and slope.
+`inside_pause_ms` is what lies between vLLM's answers to pause and resume; `ours_ms` is that without vLLM's
+own calls (start, finish with label, reset of the prefix cache, is-paused), which are made once more after
+each refit with nothing of ours in them. The line through the shares gives fixed cost and slope.
 `--billion` adds a synthetic model of more than 1e9 bf16 parameters in this process (real vLLM modules, no
 generation). `--refits N` goes on for N refits and reports resident memory on the way. Prints one JSON
 document; times are medians in milliseconds.

@@ -135,6 +135,45 @@ def _scatter_and_compare(place: Place, live: Live, index: np.ndarray) -> None:
     assert seen == len(set(asked.tolist()) & where.keys())
 
 
+@pytest.mark.parametrize("arch", ["qwen3_moe", "llama"])
+def test_two_ranks_of_a_whole_model_hold_every_element_of_the_checkpoint(
+    as_rank: Callable[[int, int], None], tiny: Callable[..., Path], arch: str
+) -> None:
+    """vLLM's own model built as each of two ranks, experts included, and loaded with its own loader."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    folder = tiny(arch)
+    weights = {name: tensor.float() for name, tensor in read_folder(folder).items()}
+    total: dict[str, dict[tuple[int, ...], sums.Lanes]] = {name: {} for name in weights}
+    shared = 0
+    for rank in (0, 1):
+        config = configure(folder)
+        with set_current_vllm_config(config):
+            groups()  # experts need one of their own
+            as_rank(rank, 2)
+            model = initialize_model(vllm_config=config)
+            traced = trace_loaders(model, [(n, "F32", tuple(t.shape)) for n, t in weights.items()])
+            assert (traced.opaque, traced.faults) == ({}, {})
+            model.load_weights(weights.items())
+        parameters = dict(model.named_parameters())
+        shared += sum(parameter.numel() for parameter in parameters.values())
+        for name, boxes in traced.boxes.items():
+            flat = codec.bits_of(weights[name])
+            for box in boxes:
+                found = read_box(box, Live(box.parameter, parameters[box.parameter]))
+                index = sources(box)
+                assert np.array_equal(found, flat[index])
+                total[name][(box.source, *box.sizes)] = sums.of_elements(index, found)
+    for name, parts in total.items():
+        lanes = sums.ZERO
+        for part in parts.values():
+            lanes = sums.add(lanes, part)
+        assert sums.render(lanes) == codec.digest_of(codec.bits_of(weights[name])), name
+    whole = sum(tensor.numel() for tensor in weights.values())
+    assert shared < 1.3 * whole  # the ranks share the model: they are no copies of it
+
+
 def test_packed_three_dimensional_experts_are_placed_like_single_ones(
     tiny: Callable[..., Path], runtime: Path, with_weights: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from weightline.service import connect
 
 SERVE = Path(__file__).parents[2] / "engines" / "vllm" / "serve.sh"
 VENV = Path(sys.prefix)
+_LIBC = ctypes.CDLL(None)
 START = 420.0
 """Seconds that a server may take to come up on a loaded machine."""
 
@@ -69,6 +71,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, nothing that takes a lock
                 env=dict(
                     os.environ,
                     VLLM_LOGGING_LEVEL="INFO",
@@ -328,6 +331,11 @@ def rollout_line(run: str, answer: dict[str, Any], *, kv_kept: bool) -> dict[str
         "sampling": {"temperature": 0.0},
         "choices": [choice],
     }
+
+
+def _die_with_parent() -> None:
+    """A test run that is killed leaves no server behind: the kernel ends the server with it."""
+    _LIBC.prctl(1, signal.SIGKILL)
 
 
 def _free_port() -> int:
