@@ -22,6 +22,14 @@ else:
     os.environ.update(ENVIRONMENT)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What does not depend on the scheduling of the server runs on the first one only, unless under soak."""
+    for item in items:
+        if item.get_closest_marker("once") and "[plain" in item.name:
+            item.add_marker(pytest.mark.soak)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Tiny Hugging Face folders by architecture, made once."""

@@ -213,6 +213,7 @@ def test_keeping_kv_is_refused_where_other_requests_could_read_it(world: World) 
     _serves(world, port, new)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("last", ["prepare", "pause", "apply", "label"])
 def test_a_follower_that_dies_leaves_an_engine_that_serves_what_its_label_says(
     world: World, last: str
@@ -240,6 +241,7 @@ def test_a_follower_that_dies_leaves_an_engine_that_serves_what_its_label_says(
     _serves(world, port, new)
 
 
+@pytest.mark.once
 def test_wrong_bytes_and_wrong_digests_never_reach_the_engine(world: World) -> None:
     old = _refit_to_next(world)
     new = world.commit()
@@ -264,6 +266,7 @@ def test_wrong_bytes_and_wrong_digests_never_reach_the_engine(world: World) -> N
     world.follow_to(world.follower(), new)
 
 
+@pytest.mark.once
 def test_a_second_follower_is_refused_and_a_session_of_somebody_else_is_closed(world: World) -> None:
     _refit_to_next(world)
     new = world.commit()
@@ -278,6 +281,7 @@ def test_a_second_follower_is_refused_and_a_session_of_somebody_else_is_closed(w
     _serves(world, first, new)
 
 
+@pytest.mark.once
 def test_a_pause_of_somebody_else_stays_and_an_update_without_pause_is_refused(world: World) -> None:
     old = _refit_to_next(world)
     new = world.commit()
@@ -297,6 +301,7 @@ def test_a_pause_of_somebody_else_stays_and_an_update_without_pause_is_refused(w
     _serves(world, port, new)
 
 
+@pytest.mark.once
 def test_a_rollback_steps_back_and_weights_changed_behind_us_are_mended_in_full(world: World) -> None:
     old = _refit_to_next(world)
     new = _refit_to_next(world)
@@ -312,6 +317,7 @@ def test_a_rollback_steps_back_and_weights_changed_behind_us_are_mended_in_full(
     _serves(world, port, new)
 
 
+@pytest.mark.once
 def test_a_request_that_cannot_be_kept_whole_is_not_dropped_by_a_failed_refit(world: World) -> None:
     """apply fails in the follower's own hands: rollback, old label, every request goes on."""
     old = _refit_to_next(world)
@@ -331,6 +337,7 @@ def test_a_request_that_cannot_be_kept_whole_is_not_dropped_by_a_failed_refit(wo
     _serves(world, port, old)
 
 
+@pytest.mark.once
 def test_follow_processes_that_are_killed_at_any_moment_leave_no_wrong_token(world: World) -> None:
     """The command itself, killed while it refits, without a chance to clean up; the last one ends it."""
     _refit_to_next(world)
@@ -372,6 +379,7 @@ HANGS = [("workers", "apply"), ("http", "apply")]
 MORE_HANGS = [(who, verb) for who in ("workers", "http") for verb in ("prepare", "pause", "label", "resume")]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("who", "verb"), [*HANGS, *(pytest.param(*hang, marks=pytest.mark.soak) for hang in MORE_HANGS)]
 )
@@ -400,6 +408,7 @@ def test_a_part_of_the_server_that_hangs_longer_than_a_call_may_take(
     _serves(world, world.port("looking"), new)
 
 
+@pytest.mark.once
 def test_a_rollback_holds_and_a_running_follower_leaves_it_there(world: World) -> None:
     old = _refit_to_next(world)
     newest = _refit_to_next(world)
