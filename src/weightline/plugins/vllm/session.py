@@ -140,7 +140,10 @@ class Refits:
             session.planned = self.weights.plan(changes)
             session.writes = [write for planned in session.planned for write in planned.writes]
             entries = [WholeTensor.parse(entry) for entry in request.get("whole", ())]
-            session.whole = self.weights.whole.plan(entries, self.weights.places)
+            full = request.get("have") is None
+            session.whole = self.weights.whole.plan(
+                entries, self.weights.places, self.weights.aliases, full=full
+            )
         except BaseException:
             if self.session is session:
                 self.session = None

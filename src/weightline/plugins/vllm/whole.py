@@ -9,7 +9,7 @@ in its model folder.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,27 @@ class WholeModules:
                 )
         return ""
 
-    def plan(self, entries: Iterable[WholeTensor], places: Mapping[str, Place]) -> WholePlan | None:
-        """Everything that a refit loads, mapped and digested; nothing is loaded. Raises `Refused` that lists
-        every miss."""
-        wanted = {entry.name: entry for entry in entries}
+    def plan(
+        self,
+        entries: Iterable[WholeTensor],
+        places: Mapping[str, Place],
+        aliases: Mapping[str, str],
+        *,
+        full: bool,
+    ) -> WholePlan | None:
+        """Everything that a refit loads, mapped and digested; nothing is loaded. `full`: the refit must bring
+        every group. Raises `Refused` that lists every miss."""
+        wanted: dict[str, WholeTensor] = {}
+        for entry in entries:
+            owner = aliases.get(entry.name, entry.name)
+            if wanted.setdefault(owner, replace(entry, name=owner)).digest != entry.digest:
+                raise Refused(
+                    f"{entry.name} and {owner} are one tensor in this engine, but differ in the version"
+                )
+        if full:
+            groups = [group for group in self.groups if not group.names & wanted.keys()]
+            if groups:
+                raise Refused(f"a full refit without {', '.join(sorted(groups[0].names)[:4])}: they go whole")
         if not wanted:
             return None
         misses = [miss for entry in wanted.values() if (miss := self._miss(entry, places.get(entry.name)))]
