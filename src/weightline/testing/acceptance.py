@@ -37,12 +37,20 @@ class Stage:
     checks go."""
 
     def __init__(
-        self, client: Client, swaps: Swaps, plain: MarkerModel, kv: MarkerModel, *, longest: int, prefix: int
+        self,
+        client: Client,
+        swaps: Swaps,
+        plain: MarkerModel,
+        kv: MarkerModel,
+        *,
+        longest: int,
+        prefix: int,
+        modes: tuple[OutputMode, ...],
     ) -> None:
         self.client, self.swaps, self.plain, self.kv = client, swaps, plain, kv
         self.found = Findings()
         self.longest, self.prefix = longest, prefix
-        self.forms = [Form(stream, mode) for stream in (True, False) for mode in client.output_modes]
+        self.forms = [Form(stream, mode) for stream in (True, False) for mode in modes]
         self._k = 0
         self._asked = 0
 

@@ -108,9 +108,13 @@ class Client(Protocol):
 
     kind: str
     url: str
-    output_modes: tuple[OutputMode, ...]
     not_offered: dict[str, str]
     """What this kind does not have -> why; goes into the report."""
+
+    @property
+    def output_modes(self) -> tuple[OutputMode, ...]:
+        """What it answers in."""
+        ...
 
     @property
     def pauses(self) -> tuple[Pause, ...]:

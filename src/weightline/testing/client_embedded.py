@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightline.testing.client import OutputMode
 from weightline.testing.client_vllm import PAUSES, VllmClient
 
 
@@ -13,7 +12,6 @@ class EmbeddedClient(VllmClient):
 
     kind = "embedded"
     pauses = PAUSES
-    output_modes: tuple[OutputMode, ...] = ("tokens",)
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

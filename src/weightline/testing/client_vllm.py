@@ -31,7 +31,6 @@ class VllmClient:
     """`Client` on a vLLM server with its RL routes."""
 
     kind = "vllm"
-    output_modes: tuple[OutputMode, ...] = ("tokens", "text")
 
     def __init__(self, url: str) -> None:
         self.wire = Wire(url)
@@ -40,6 +39,7 @@ class VllmClient:
             "kv_weight_versions": "vLLM does not say which version computed the KV"
         }
         self._pauses: tuple[Pause, ...] | None = None
+        self._modes: tuple[OutputMode, ...] | None = None
 
     @property
     def pauses(self) -> tuple[Pause, ...]:
@@ -53,6 +53,18 @@ class VllmClient:
                     "this server caches prefixes; start it with --no-enable-prefix-caching for this part"
                 )
         return self._pauses
+
+    @property
+    def output_modes(self) -> tuple[OutputMode, ...]:
+        """Text needs a tokenizer, which a server may have been started without: one request tells."""
+        if self._modes is not None:
+            return self._modes
+        reply = self.generate(Ask(id="conform-text", prompt=(3, 4), max_tokens=1, mode="text"))
+        modes: tuple[OutputMode, ...] = ("tokens", "text") if reply.status == 200 else ("tokens",)
+        self._modes = modes
+        if reply.status != 200:
+            self.not_offered["output mode text"] = reply.error[:200]
+        return modes
 
     # Requests.
 

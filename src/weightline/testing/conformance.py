@@ -77,8 +77,6 @@ def run(
     client = client or open_client(engine)
     started = time.monotonic()
     try:
-        if options.output_modes is not None:
-            client.output_modes = tuple(m for m in client.output_modes if m in options.output_modes)
         client.label()  # is it there at all?
         folder = model or client.model_folder()
         base, config = load_folder(folder)
@@ -123,7 +121,8 @@ def _checks(
     say: Progress,
 ) -> None:
     if options.accept:
-        stage = Stage(client, swaps, plain, kv, longest=options.longest, prefix=options.prefix)
+        modes = options.output_modes or client.output_modes
+        stage = Stage(client, swaps, plain, kv, longest=options.longest, prefix=options.prefix, modes=modes)
         stage.found = found
         say("acceptance", 0, 1)
         acceptance.run(stage)
