@@ -30,7 +30,7 @@ class EngineProcess:
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(30) == 0
+        assert self.process.wait(90) == 0
         assert self.process.stdout is not None
         self.process.stdout.close()
 
