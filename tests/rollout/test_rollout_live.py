@@ -247,6 +247,11 @@ def test_after_a_version_is_lost_the_engine_stays_and_the_next_commit_is_an_anch
     assert not engine.paused()
     assert [ack.subscriber for ack in line.record(3).acks] == ["engine-0"]
     assert line.record(2).acks == ()
+    store = Store.open(line.root)
+    steps = [event.stage for event in store.events(3)]
+    store.close()
+    ours = ["notified", "fetched", "verified", "applied", "acknowledged"]
+    assert steps == ["commit", "staged", "published", *ours]
     line.commit(second)
     assert line.damaged is None
     follower.step()

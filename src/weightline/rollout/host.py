@@ -116,6 +116,7 @@ class HostTensors:
         delta: Delta | None,
     ) -> None:
         from weightline.codec import bits_of
+        from weightline.store.reading import HELD_NBYTES
 
         missing = [name for name, entry in entries.items() if not self._there(entry)]
         for name in list(missing):
@@ -123,7 +124,7 @@ class HostTensors:
                 self._write(entries[name], _changed(self._read(old[name]), delta, name))
                 missing.remove(name)
         if missing and manifest is not None and manifest.version is not None:
-            weights = line.load(manifest.version)
+            weights = line.load(manifest.version, held=manifest.raw_nbytes <= HELD_NBYTES)
             for name in missing:
                 self._write(entries[name], bits_of(weights[name]))
 

@@ -167,9 +167,11 @@ class Replica:
         `live`: digests of the engine's tensors, by its names; those that have theirs already are left out.
         """
         from weightline.codec import full
+        from weightline.store.reading import HELD_NBYTES
 
         digests = {entry.spec.name: entry.digest for entry in manifest.tensors}
-        weights = line.load(record.version, held=True)  # verified against these digests
+        held = record.raw_nbytes <= HELD_NBYTES
+        weights = line.load(record.version, held=held)  # verified against these digests
         names = _together(manifest, mapping, groups, set(groups.values()))
         whole = HostTensors(self.folder).whole(line, manifest, names, mapping)
         there = {name for name, digest in digests.items() if (live or {}).get(mapping[name]) == digest}

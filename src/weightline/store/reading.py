@@ -25,8 +25,10 @@ _HINT = "run `weightline verify` on the store; take another version until it is 
 _verified: dict[tuple[str, int, int, int], str] = {}
 """Blobs that this process has hashed: (path, inode, bytes, modification time) -> SHA-256."""
 _MAX_CACHED = 64
-_HELD = 1 << 30
-"""Bytes of weights up to which the base of relative deltas is kept in memory; larger ones are mapped."""
+HELD_NBYTES = 1 << 30
+"""Bytes of weights up to which a follower holds a version in memory; of larger ones the files are mapped,
+which costs no memory and leaves it to the mercy of whoever cuts them short.
+"""
 
 
 def remember(path: Path, sha256: str) -> None:
@@ -277,7 +279,7 @@ class Reading:
                 if held is not None and held[0] == have:
                     base = held[1]
                 else:
-                    base = self.load(have, held=self.require(have).raw_nbytes <= _HELD)
+                    base = self.load(have, held=self.require(have).raw_nbytes <= HELD_NBYTES)
             except VersionGone:
                 return self._full(version)
             if len(deltas) == 1:
