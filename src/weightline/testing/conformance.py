@@ -69,7 +69,8 @@ def run(
 
     `model`: the Hugging Face folder that the engine was started with (None: the engine names it). `client`:
     an adapter of one's own instead of the kind's. Raises `InvalidInput` (kind, URL, model) and
-    `Unavailable` (no engine there, or it stopped answering).
+    `Unavailable` (no engine there). An engine that stops answering later, or does not take a version, fails
+    the check `completed`, and keeps what it has.
     """
     options = options or Options()
     say = progress or (lambda _what, _done, _of: None)
