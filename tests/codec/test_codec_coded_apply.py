@@ -7,7 +7,7 @@ import pytest
 from conftest_codec import array_of, changed, same_bits
 
 from weightline import codec
-from weightline.codec import backend, coded, kernels, native
+from weightline.codec import backend, coded, coding, kernels, native
 from weightline.errors import IntegrityError
 
 LEVELS = ("fast", "dense")
@@ -61,7 +61,7 @@ def test_a_base_that_turns_out_wrong_in_the_last_tensor_leaves_all_as_they_were(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_interrupt_between_two_batches_leaves_all_as_they_were(level, engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(coded, "BATCH", 1 << 16)
+    monkeypatch.setattr(coding, "BATCH_ROWS", 2)
     backend.set_threads(1)
     old, new = a_model()
     delta = written(old, new, tmp_path / "d", level)

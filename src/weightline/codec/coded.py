@@ -139,13 +139,14 @@ class CodedFile:
         nothing is written then."""
         places = np.array([address_of(bits[name]) for name in names], np.int64)
         elements = np.array([self._sizes[name] for name in names], np.int64)
-        direct = write and _apart(places, np.array([bits[name].nbytes for name in names], np.int64))
+        widths = np.array([width_of(self.records[name].dtype) for name in names], np.int64)
+        direct = write and _apart(places, elements * widths)
         jobs: list[tuple[str, Rows, Rows]] = []
         for dtype, ordinals in by_dtype([self.specs[name] for name in names]):
             at = np.array(ordinals)
             table, ids = self._table([names[i] for i in ordinals], at, places[at], elements[at])
             # Nothing here takes scratch by the element, so batches are as large as the threads allow.
-            share = int(table[:, 2].sum()) // (4 * backend.threads())
+            share = int(table[:, 2].sum()) // (4 * backend.threads() if backend.threads() > 1 else 1)
             for a, b in cuts(table[:, 2].tolist(), max(share, BATCH)):
                 jobs.append((dtype, table[a:b], ids[a:b]))
         done: list[Segment] = []

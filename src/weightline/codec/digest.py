@@ -66,7 +66,8 @@ def difference(digest: str, part: str) -> str:
 
 def moved(digest: str, gain: tuple[int, int]) -> str:
     """A digest whose lanes gain what some changes add."""
-    return f"{(int(digest[:16], 16) + gain[0]) & _MASK:016x}{(int(digest[16:], 16) + gain[1]) & _MASK:016x}"
+    lanes = int(digest, 16)
+    return f"{((lanes >> 64) + gain[0] & _MASK) << 64 | (lanes + gain[1] & _MASK):032x}"
 
 
 def digest_of(bits: Bits, *, start: int = 0) -> str:

@@ -33,6 +33,8 @@ typedef uint32_t u32;
 #define EXCEPTIONS 2      /* runs of one-unit steps between others */
 #define PLAIN 3           /* new bits as they are */
 #define MAXCLASSES 256
+#define SPAN 255          /* changes between two looks at counters of a byte each */
+#define PAD 64            /* what a vector store may write beyond the end of a run of gaps */
 #define AHEAD 256         /* changes whose memory is asked for ahead */
 #define OVERHEAD (28 << 8) /* what a class costs in the tables, in 1/256 bit */
 enum { E_NONE, E_FAST, E_DENSE, E_RAW };
@@ -90,26 +92,69 @@ static int gap_k(const u32 *g, i64 n, i64 *bits) {
     return best;
 }
 static i64 put_gaps(u64 *out, i64 at, const u32 *g, i64 n, int k) {
-    for (i64 i = 0; i < n; i++) { at += g[i] >> k; out[at >> 6] |= 1ull << (at & 63); at++; }
-    u64 low = (1ull << k) - 1;
-    for (i64 i = 0; i < n; i++) { put(out, at, g[i] & low, k); at += k; }
-    return at;
-}
-/* The quotients of a run, shifted. Returns the bit after them, or -1: the bits end before the run does, or a gap is no number of 31 bits. */
-static i64 get_quotients(const u64 *in, i64 at, i64 bits, u32 *g, i64 n, int k) {
-    if (at + n > bits || k < 0 || k > MAXK) return -1;
-    i64 words = (bits + 63) >> 6, w = at >> 6, before = at;
-    u64 now = in[w] & (~0ull << (at & 63));
+    i64 w = at >> 6;
+    u64 now = out[w], low = (1ull << k) - 1; /* the word that is being filled: those after it are zero */
     for (i64 i = 0; i < n; i++) {
-        while (!now) { if (++w >= words) return -1; now = in[w]; }
-        i64 b = (w << 6) + __builtin_ctzll(now);
-        now &= now - 1;
-        i64 q = b - before;
-        if (q >> (31 - k)) return -1;
-        g[i] = (u32)q << k;
-        before = b + 1;
+        at += g[i] >> k;
+        if (at >> 6 != w) { out[w] = now; w = at >> 6; now = 0; }
+        now |= 1ull << (at & 63);
+        at++;
     }
-    return before + n * k > bits ? -1 : before;
+    if (at >> 6 != w) { out[w] = now; w = at >> 6; now = 0; }
+    if (k) {
+        int s = at & 63;
+        for (i64 i = 0; i < n; i++) {
+            u64 v = g[i] & low;
+            now |= v << s;
+            s += k;
+            if (s >= 64) { out[w++] = now; s -= 64; now = v >> (k - s); }
+        }
+    }
+    out[w] = now;
+    return at + n * k;
+}
+/* Places of the next n set bits, less `at`: the ends of n numbers in unary. `b` has room for PAD more. Returns 0, or -1 when the bits end
+ * first. */
+static int find_ones(const u64 *in, i64 at, i64 bits, i64 n, u32 *b) {
+    i64 words = (bits + 63) >> 6, w = at >> 6, i = 0;
+    u64 now = in[w] & (~0ull << (at & 63));
+#ifdef __AVX512VBMI2__
+    static const uint8_t places[64] __attribute__((aligned(64))) = {
+        0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+        32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+    __m512i iota = _mm512_load_si512(places);
+    for (;;) {
+        int set = __builtin_popcountll(now);
+        __m512i p = _mm512_maskz_compress_epi8(now, iota), base = _mm512_set1_epi32((int)((w << 6) - at));
+        u32 *o = b + i;
+        _mm512_storeu_si512(o, _mm512_add_epi32(base, _mm512_cvtepu8_epi32(_mm512_castsi512_si128(p))));
+        _mm512_storeu_si512(o + 16, _mm512_add_epi32(base, _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(p, 1))));
+        if (set > 32) {
+            _mm512_storeu_si512(o + 32, _mm512_add_epi32(base, _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(p, 2))));
+            _mm512_storeu_si512(o + 48, _mm512_add_epi32(base, _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(p, 3))));
+        }
+        i += set;
+        if (i >= n) return 0;
+        if (++w >= words) return -1;
+        now = in[w];
+    }
+#else
+    for (; i < n; i++) {
+        while (!now) { if (++w >= words) return -1; now = in[w]; }
+        b[i] = (u32)((w << 6) + __builtin_ctzll(now) - at);
+        now &= now - 1;
+    }
+    return 0;
+#endif
+}
+/* The quotients of a run, shifted; `g` has room for PAD more. Returns the bit after them, or -1: the bits end before the run does, or a gap
+ * is no number of 31 bits. */
+static i64 get_quotients(const u64 *in, i64 at, i64 bits, u32 *g, i64 n, int k) {
+    if (at + n > bits || k < 0 || k > MAXK || bits >> 31 || find_ones(in, at, bits, n, g)) return -1;
+    at += (i64)g[n - 1] + 1;
+    u32 before = (u32)-1, large = 0;
+    for (i64 i = 0; i < n; i++) { u32 b = g[i], q = b - before - 1; before = b; large |= q; g[i] = q << k; }
+    return large >> (31 - k) || at + n * k > bits ? -1 : at;
 }
 /* Returns the bit after the run, or -1. */
 static i64 get_gaps(const u64 *in, i64 at, i64 bits, u32 *g, i64 n, int k) {
@@ -378,11 +423,10 @@ static i64 FN(get_values)(const u64 *in, i64 at, i64 bits, U *m, i64 n, int r) {
 typedef struct { u32 *gaps, *other; U *m, *x; uint8_t *sign, *class_of; } FN(scratch);
 
 static int FN(take)(FN(scratch) *s, i64 room) {
-    char *p = malloc((size_t)room * (4 + 4 + 2 * W + 2) + 192); /* vectors read past the last step */
+    char *p = malloc((size_t)room * (4 + 4 + 2 * W + 2) + 2 * 4 * PAD + 192); /* vectors read past the last step */
     if (!p) return 0;
-    s->gaps = (u32 *)p;
-    s->m = (U *)(p + room * 8); s->x = s->m + room;
-    s->other = (u32 *)(p + room * 4);
+    s->gaps = (u32 *)p; s->other = s->gaps + room + PAD;
+    s->m = (U *)(s->other + room + PAD); s->x = s->m + room;
     s->sign = (uint8_t *)(s->x + room); s->class_of = s->sign + room;
     return 1;
 }
@@ -533,16 +577,21 @@ static i64 FN(encode_chunk)(const U *base, const U *neu, i64 total, const u32 *p
     memset(chunk, 0, T_FIELDS * sizeof(i64));
     if (!n) return 0;
     i64 hits[256] = {0}, ones[256] = {0}, bits[256] = {0}, all[256] = {0};
-    u64 both[256] = {0}; /* ones, and bits above: one counter is quicker than two */
+    /* Ones, and bits above. Neighbours often have one exponent: in turn on two tables, none waits for the store of the one before. */
+    u64 both[2][256] = {{0}};
+    u32 count_of[2][256] = {{0}};
     for (i64 j = 0; j < n; j++) {
         U d = (U)(FN(order)(is[j], is_float) - FN(order)(was[j], is_float));
         U down = (U)(0 - (U)(d >> (BITS - 1)));
         U size = (U)((U)((d ^ down) - down) - 1);
         int e = FN(expo)(was[j], shift, mask);
         s->class_of[j] = (uint8_t)e;
-        hits[e]++; both[e] += (u64)(size == 0) + ((u64)bitlen(size) << 32);
+        count_of[j & 1][e]++; both[j & 1][e] += (u64)(size == 0) + ((u64)bitlen(size) << 32);
     }
-    for (int e = 0; e < 256; e++) { ones[e] = (i64)(u32)both[e]; bits[e] = (i64)(both[e] >> 32); }
+    for (int e = 0; e < 256; e++) {
+        u64 sum = both[0][e] + both[1][e];
+        hits[e] = (i64)count_of[0][e] + count_of[1][e]; ones[e] = (i64)(u32)sum; bits[e] = (i64)(sum >> 32);
+    }
     if (dense) {
         i64 stride = (total >> 16) | 1;
         for (i64 i = 0; i < total; i += stride) all[FN(expo)(base[i], shift, mask)] += stride;
@@ -555,12 +604,21 @@ static i64 FN(encode_chunk)(const U *base, const U *neu, i64 total, const u32 *p
         for (i64 e = row[K_LO]; e <= row[K_HI]; e++) map[e] = (uint8_t)c;
         fill[c] = at; at += row[K_N];
     }
-    for (i64 j = 0; j < n; j++) {
-        U d = (U)(FN(order)(is[j], is_float) - FN(order)(was[j], is_float));
-        i64 t = fill[map[s->class_of[j]]]++;
-        U down = (U)(0 - (U)(d >> (BITS - 1)));
-        s->sign[t] = down & 1;
-        s->m[t] = (U)((U)((d ^ down) - down) - 1);
+    /* Few classes have their counters in one word, for SPAN changes at a time: no change waits for the store of the one before. */
+    for (i64 from = 0; from < n; from += SPAN) {
+        i64 to = n - from < SPAN ? n : from + SPAN;
+        u64 counts = 0;
+        for (i64 j = from; j < to; j++) {
+            U d = (U)(FN(order)(is[j], is_float) - FN(order)(was[j], is_float));
+            int c = map[s->class_of[j]];
+            i64 t;
+            if (count <= 8) { t = fill[c] + (i64)(counts >> (8 * c) & 255); counts += 1ull << (8 * c); }
+            else t = fill[c]++;
+            U down = (U)(0 - (U)(d >> (BITS - 1)));
+            s->sign[t] = down & 1;
+            s->m[t] = (U)((U)((d ^ down) - down) - 1);
+        }
+        if (count <= 8) for (i64 c = 0; c < count; c++) fill[c] += (i64)(counts >> (8 * c) & 255);
     }
     i64 total_bits = 0;
     if (dense) {
