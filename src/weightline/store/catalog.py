@@ -108,11 +108,11 @@ class Catalog:
 
     def _take_in(self, connection: sqlite3.Connection) -> None:
         state = self._state()
-        entries = state.versions()[self._indexed :]
-        if not entries:
+        # Number by number: a commit must not cost more the longer the run is.
+        rows = [_row(state.version(v), state.seq_of(v)) for v in range(self._indexed + 1, len(state) + 1)]
+        if not rows:
             return
         # One transaction: thousands of versions are taken in within a second.
-        rows = [_row(entry, state.seq_of(entry.version)) for entry in entries]
         self._transaction(connection, [("INSERT OR IGNORE INTO versions VALUES (?,?,?,?,?,?,?,?,?,?)", rows)])
         self._indexed = len(state)
 
