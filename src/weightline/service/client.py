@@ -33,7 +33,7 @@ PUBLISH_SECONDS = 30.0
 """
 CALL_SECONDS = 5.0
 """Bound on any other call; then the folder is asked instead."""
-ABSENT_SECONDS = 1.5
+ABSENT_SECONDS = 1.0
 """How long a new handle waits where no server listens: one that starts at the same time needs a moment."""
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
@@ -50,7 +50,7 @@ def connect(
     a folder, `s3://container/prefix?endpoint=…` or `mirror:/one,/other` (no server).
 
     `name` makes this handle a subscriber that the server lists while it watches. A server that does not
-    answer within `timeout` seconds (default: 5, or 1.5 where nobody listens) is `Unavailable`; later, commits
+    answer within `timeout` seconds (default: 5, or 1 where nobody listens) is `Unavailable`; later, commits
     wait for one that is away up to `commit_timeout` seconds, and everything that only reads goes on without
     it. Raises `StoreNotFound`, `InvalidInput` (the address; a store whose folder is not on this host).
     """
