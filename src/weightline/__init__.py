@@ -29,7 +29,7 @@ from weightline.errors import (
 )
 
 if TYPE_CHECKING:
-    from weightline import spans
+    from weightline import generate, spans
     from weightline.service.client import connect
     from weightline.service.embedded import CheckpointEngine, compute_delta
     from weightline.types import WeightVersionSpan
@@ -56,6 +56,7 @@ __all__ = [
     "compute_delta",
     "connect",
     "errors",
+    "generate",
     "spans",
 ]
 
@@ -64,6 +65,7 @@ _LATE = {
     "CheckpointEngine": ("weightline.service.embedded", "CheckpointEngine"),
     "compute_delta": ("weightline.service.embedded", "compute_delta"),
     "connect": ("weightline.service.client", "connect"),
+    "generate": ("weightline.generate", None),
     "spans": ("weightline.spans", None),
 }
 

@@ -1,5 +1,5 @@
-"""Record how the real vLLM answers: `python tests/generate/record_vllm_answers.py URL`, with a server started by
-`engines/vllm/serve.sh` on the model that `vllm_exchanges` names.
+"""Record how the real vLLM answers: `python tests/generate/record_vllm_answers.py URL`, with a server that
+`engines/vllm/serve.sh` started on the model that `vllm_exchanges` names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def record(url: str) -> dict[str, object]:
     # vLLM tells nothing of requests that arrive while it is paused, so they are given half a second.
     found = perform_all(url, lambda _count: time.sleep(0.5))
     metrics = httpx.get(f"{url}/metrics", trust_env=False).text
-    found["metrics"] = sorted(line.split()[2] for line in metrics.splitlines() if line.startswith("# TYPE vllm:"))
+    found["metrics"] = sorted(
+        line.split()[2] for line in metrics.splitlines() if line.startswith("# TYPE vllm:")
+    )
     found["vllm"] = httpx.get(f"{url}/version", trust_env=False).json()["version"]
     return found
 

@@ -146,7 +146,9 @@ def _openai() -> list[Exchange]:
         _post("completion stream", COMPLETIONS, {**plain, "stream": True}),
         _post("completion stream usage", COMPLETIONS, {**plain, **usage}),
         _post("completion stream logprobs", COMPLETIONS, {**plain, "stream": True, "logprobs": 1}),
-        _post("completion default length", COMPLETIONS, {k: v for k, v in plain.items() if k != "max_tokens"}),
+        _post(
+            "completion default length", COMPLETIONS, {k: v for k, v in plain.items() if k != "max_tokens"}
+        ),
         _post("chat", CHAT, chat),
         _post("chat logprobs", CHAT, {**chat, "logprobs": True, "top_logprobs": 2}),
         _post("chat n", CHAT, {**chat, **sampled}),
@@ -186,10 +188,17 @@ def _control() -> list[Exchange]:
         _get("health while paused", "/health"),
         {**_generate("queued stream", long, request_id="q1", stream=True), "begin": True},
         {**_generate("queued", long, request_id="q2"), "begin": True},
-        {**_generate("queued text stream", long, request_id="q3", stream=True, output_mode="text"), "begin": True},
+        {
+            **_generate("queued text stream", long, request_id="q3", stream=True, output_mode="text"),
+            "begin": True,
+        },
         {**_generate("admitted in the pause", request_id="q4"), "begin": True},
         {"settle": 4},
-        _post("abort queued", "/abort_requests", {"request_ids": [f"generate-tokens-{i}" for i in ("q1", "q2", "q3", "ghost")]}),
+        _post(
+            "abort queued",
+            "/abort_requests",
+            {"request_ids": [f"generate-tokens-{i}" for i in ("q1", "q2", "q3", "ghost")]},
+        ),
         {"end": ["queued stream", "queued", "queued text stream"]},
         _post("label", "/update_weight_version", {"new_version": "v1"}),
         _get("new label", "/weight_info"),
@@ -208,8 +217,8 @@ def _control() -> list[Exchange]:
 
 
 def exchanges() -> list[Exchange]:
-    """All of them, in order. `begin`: sent in the background, and ended by a later `end`; `settle`: wait until
-    so many requests have arrived.
+    """All of them, in order. `begin`: sent in the background, and ended by a later `end`; `settle`: wait
+    until so many requests have arrived.
     """
     return [*_answers(), *_refusals(), *_openai(), *_control()]
 
@@ -224,7 +233,9 @@ def with_stops(said: str, tokens: list[int]) -> list[Exchange]:
         _generate("stop id stream", {**length, "stop_token_ids": [tokens[2]]}, stream=True),
         _generate("stop text", {**length, "stop": middle}, output_mode="text"),
         _generate("stop text in tokens", {**length, "stop": [late]}),
-        _generate("stop text kept", {**length, "stop": late, "include_stop_str_in_output": True}, output_mode="text"),
+        _generate(
+            "stop text kept", {**length, "stop": late, "include_stop_str_in_output": True}, output_mode="text"
+        ),
         _generate("stop text stream", {**length, "stop": [late, "never"]}, output_mode="text", stream=True),
         _generate("stop text stream unmet", {"stop": ["never met"]}, output_mode="text", stream=True),
         _generate("stop and min_tokens", {**length, "stop": [middle], "min_tokens": 20}, output_mode="text"),
@@ -274,7 +285,9 @@ def perform(url: str, wanted: list[Exchange], settle: Callable[[int], None]) -> 
             content = exchange.get("raw")
             if content is None and exchange["body"] is not None:
                 content = json.dumps(exchange["body"])
-            headers = {} if content is None else {"content-type": exchange.get("content_type", "application/json")}
+            headers = (
+                {} if content is None else {"content-type": exchange.get("content_type", "application/json")}
+            )
             return http.request(exchange["method"], exchange["path"], content=content, headers=headers)
 
         for exchange in wanted:

@@ -12,12 +12,24 @@ if TYPE_CHECKING:
     from weightline.generate.engine import Engine
     from weightline.generate.model import load_model
     from weightline.generate.options import EngineOptions
+    from weightline.generate.outputs import CompletionOutput, RequestOutput
     from weightline.generate.sampling import SamplingParams
     from weightline.generate.serve import serve_engine
 
-__all__ = ["Engine", "EngineOptions", "SamplingParams", "build_app", "load_model", "serve_engine"]
+__all__ = [
+    "CompletionOutput",
+    "Engine",
+    "EngineOptions",
+    "RequestOutput",
+    "SamplingParams",
+    "build_app",
+    "load_model",
+    "serve_engine",
+]
 
 _HOME = {
+    "CompletionOutput": "outputs",
+    "RequestOutput": "outputs",
     "Engine": "engine",
     "EngineOptions": "options",
     "SamplingParams": "sampling",

@@ -2,119 +2,295 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import time
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from weightline.errors import InvalidInput, WeightlineError
+from weightline.errors import WeightlineError
+from weightline.generate.delivery import WireError, usage
 from weightline.generate.requests import Chunk, Completion
-from weightline.generate.sampling import SamplingParams, TokenLogprobs, parse_sampling
+from weightline.generate.sampling import FieldError, SamplingParams, TokenLogprobs, parse_sampling
+from weightline.generate.text import TextTokenizer
 
+T = TypeVar("T")
 _FLOOR = -9999.0
 """vLLM's stand-in for minus infinity, which JSON cannot hold."""
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError", 503: "ServiceUnavailableError"}
+_NAMED = frozenset({"temperature", "top_p", "max_tokens", "logprobs", "allowed_token_ids"})
+"""Sampling parameters that vLLM names in `param` when their value is out of range."""
+_SALT = range(1, 1025)
+_UNSUPPORTED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+
+
+class StreamOptions(Struct, frozen=True):
+    """`stream_options` of a body."""
+
+    include_usage: bool | None = True
+    continuous_usage_stats: bool | None = False
 
 
 class GenerateBody(Struct, kw_only=True):
-    """Body of `POST /inference/v1/generate`, tokens in and tokens out. Other fields of vLLM's (`model`, …)
-    change no token.
-    """
+    """Body of `POST /inference/v1/generate`. Fields of vLLM's that are not here change no answer."""
 
     token_ids: list[int]
-    sampling_params: dict[str, Any] = {}
+    sampling_params: dict[str, Any]
+    output_mode: Literal["tokens", "text"] = "tokens"
     stream: bool | None = False
+    stream_options: StreamOptions | None = None
     request_id: str | None = None
-    output_mode: str | None = None
+    model: str | None = None
     cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_weight_versions: bool = True
+    """Ours: false leaves spans out, for clients that refuse fields they do not know."""
+    features: Any = None
+    content_parts: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
 
 
-class GenerateOrder(Struct, frozen=True):
-    """A checked body."""
-
-    token_ids: list[int]
-    params: SamplingParams
-    stream: bool
-    request_id: str | None
-    cache_salt: str | None
-
-
-def parse_generate(raw: bytes) -> GenerateOrder:
-    """Raises `InvalidInput` naming the field at fault."""
+def decode_body(raw: bytes, kind: type[T], hint: str) -> T:
+    """A JSON body. Raises `WireError` that names the field at fault the way vLLM names it."""
     try:
-        body = msgspec.json.decode(raw, type=GenerateBody)
+        return msgspec.json.decode(raw, type=kind, strict=False)
     except msgspec.DecodeError as error:
-        raise InvalidInput(
-            f"request body: {error}", hint='send {"token_ids": [...], "sampling_params": {...}}'
-        ) from None
-    if body.output_mode not in (None, "tokens"):
-        raise InvalidInput(
-            f"output_mode {body.output_mode!r} is not known", hint="this engine answers in tokens"
+        text = str(error)
+        path = re.search(r"at `\$(.*?)`", text)
+        place = "".join(f".{a or b}" for a, b in re.findall(r"\.?(\w+)|\[(\d+)\]", path[1])) if path else ""
+        if missing := re.search(r"missing required field `(\w+)`", text):
+            place += f".{missing[1]}"
+        elif broken := re.search(r"\(byte (\d+)\)|truncated", text):
+            place = f".{broken[1] or len(raw)}"
+        raise WireError(f"request body: {text}", hint=hint, param=f"body{place}") from None
+
+
+def parse_generate(raw: bytes) -> tuple[GenerateBody, SamplingParams]:
+    """The body and its sampling parameters. Raises `InvalidInput` naming the field at fault."""
+    body = decode_body(raw, GenerateBody, 'send {"token_ids": [...], "sampling_params": {...}}')
+    if not body.token_ids:
+        raise WireError("token_ids is empty", hint="a prompt has at least one token", param="body.token_ids")
+    if min(body.token_ids) < 0:
+        raise WireError(
+            f"token_ids holds {min(body.token_ids)}", hint="ids are 0 or more", param="body.token_ids"
         )
-    return GenerateOrder(
-        body.token_ids,
-        parse_sampling(body.sampling_params),
-        bool(body.stream),
-        body.request_id,
-        body.cache_salt,
+    check_salt(body.cache_salt)
+    for field in _UNSUPPORTED:
+        if getattr(body, field):
+            raise WireError(
+                f"{field} is not implemented by this engine",
+                hint="leave it out",
+                name="BadRequestError",
+                param=field,
+            )
+    params = parse_sampling(
+        body.sampling_params, text=body.output_mode == "text", weight_versions=body.return_weight_versions
     )
+    if body.output_mode == "text" and not params.detokenize:
+        raise WireError(
+            'output_mode "text" with detokenize false', hint="text needs detokenize to be true", param="body"
+        )
+    return body, params
 
 
-def _logprobs(entries: tuple[TokenLogprobs, ...] | None) -> dict[str, Any] | None:
+def check_salt(salt: str | None) -> None:
+    """Raise `WireError` for a `cache_salt` that vLLM refuses."""
+    if salt is not None and len(salt) not in _SALT:
+        raise WireError(
+            f"cache_salt has {len(salt)} characters",
+            hint=f"cache_salt has {_SALT[0]} to {_SALT[-1]} characters",
+            name="BadRequestError",
+            param="cache_salt",
+        )
+
+
+# Log-probabilities.
+
+
+def token_logprobs(entries: Iterable[TokenLogprobs] | None) -> dict[str, Any] | None:
+    """By token id, with ranks."""
     if entries is None:
         return None
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": f"token_id:{token}", "logprob": max(logprob, _FLOOR), "bytes": None}
+    def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"token_id": token, "logprob": max(logprob, _FLOOR), "rank": rank}
 
-    return {"content": [{**one(*e.top[0]), "top_logprobs": [one(t, p) for t, p in e.top]} for e in entries]}
-
-
-def _final_fields(final: Completion) -> dict[str, Any]:
-    return {
-        "weight_versions": msgspec.to_builtins(final.weight_versions),
-        "kv_weight_versions": msgspec.to_builtins(final.kv_weight_versions),
-        "kv_recomputed_at": list(final.kv_recomputed_at),
-        "cached_tokens": final.cached_tokens,
-    }
+    tops = [e.ranked() for e in entries]
+    return {"content": [{**one(*top[0]), "top_logprobs": [one(*t) for t in top]} for top in tops]}
 
 
-def response_body(request_id: str, completions: list[Completion]) -> dict[str, Any]:
-    """The whole answer of a request that does not stream."""
-    choices = [
-        {
-            "index": c.index,
-            "logprobs": _logprobs(c.logprobs),
-            "finish_reason": c.finish_reason,
-            "token_ids": list(c.token_ids),
-            **_final_fields(c),
+class TextLogprobs:
+    """Log-probabilities of one sequence with tokens as text, chunk after chunk."""
+
+    def __init__(self, tokenizer: TextTokenizer, count: int) -> None:
+        self.tokenizer = tokenizer
+        self.count = count
+        """Most likely tokens to tell of each position."""
+        self.before: list[int] = []
+
+    def content(self, entries: Iterable[TokenLogprobs] | None) -> dict[str, Any] | None:
+        """The next positions, in the shape of chat completions."""
+        if entries is None:
+            return None
+        return {"content": [self._position(e) for e in entries]}
+
+    def _position(self, entry: TokenLogprobs) -> dict[str, Any]:
+        told = [self._one(token, logprob) for token, logprob in entry.top]
+        self.before = [*self.before[-3:], entry.top[0][0]]
+        return {**told[0], "top_logprobs": told[: self.count]}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.tokenizer.token_text(token, self.before)
+        return {"token": text, "logprob": max(logprob, _FLOOR), "bytes": list(text.encode())}
+
+
+# Answers of /inference/v1/generate.
+
+
+class GenerateAnswers:
+    """Renders one request: as one answer, or as the events of a stream."""
+
+    def __init__(
+        self,
+        body: GenerateBody,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        model: str,
+        tokenizer: TextTokenizer | None,
+    ) -> None:
+        self.body, self.params, self.request_id, self.model = body, params, request_id, model
+        self.counts = [0] * params.n
+        self._texts: list[TextLogprobs] = []
+        if tokenizer is not None and params.text and params.logprobs is not None:
+            self._texts = [TextLogprobs(tokenizer, max(params.logprobs, 1)) for _ in range(params.n)]
+
+    def _choice(
+        self,
+        index: int,
+        tokens: tuple[int, ...],
+        entries: tuple[TokenLogprobs, ...] | None,
+        text: str | None,
+        final: Completion | None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": final.finish_reason if final else None,
+            "stop_reason": final.stop_reason if final else None,
+            "token_ids": list(tokens),
+            "routed_experts": None,
+            "sampling_mask": None,
+            "logprobs": self._texts[index].content(entries) if self._texts else token_logprobs(entries),
         }
-        for c in sorted(completions, key=lambda c: c.index)
-    ]
-    return {"request_id": request_id, "choices": choices, "prompt_logprobs": None, "kv_transfer_params": None}
+        if self.params.text:
+            choice["text"] = text or ""
+        return choice | self._spans(final)
+
+    def _spans(self, final: Completion | None) -> dict[str, Any]:
+        if not self.params.weight_versions:
+            return {}
+        if final is None:
+            return {"weight_versions": None}
+        return {
+            "weight_versions": msgspec.to_builtins(final.weight_versions),
+            "kv_weight_versions": msgspec.to_builtins(final.kv_weight_versions),
+            "kv_recomputed_at": list(final.kv_recomputed_at or ()),
+            "cached_tokens": final.cached_tokens,
+        }
+
+    def whole(self, finals: list[tuple[int, Completion]]) -> dict[str, Any]:
+        """The answer that does not stream."""
+        made = sum(len(c.token_ids) for _, c in finals)
+        return {
+            "request_id": self.request_id,
+            "model": self.model,
+            "created": int(time.time()),
+            "output_mode": self.body.output_mode,
+            "choices": [self._choice(c.index, c.token_ids, c.logprobs, c.text, c) for _, c in finals],
+            "usage": usage(len(self.body.token_ids), made, details=True),
+            "prompt_logprobs": None,
+            "prompt_token_id_logprobs": None,
+            "prompt_token_ids": self.body.token_ids if self.body.return_token_ids else None,
+            "mm_placeholders": None,
+            "metrics": None,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+        }
+
+    def first(self) -> list[dict[str, Any]]:
+        """No event comes before the first chunk."""
+        return []
+
+    def event(self, _place: int, chunk: Chunk, *, last: bool) -> dict[str, Any]:  # noqa: ARG002 - as all renderers
+        """One chunk. The last one of a sequence has the finish reason and the spans."""
+        fresh = not any(self.counts)
+        self.counts[chunk.index] += len(chunk.token_ids)
+        told: dict[str, Any] = {
+            "request_id": self.request_id,
+            "output_mode": self.body.output_mode,
+            "choices": [self._choice(chunk.index, chunk.token_ids, chunk.logprobs, chunk.text, chunk.final)],
+            "usage": None,
+        }
+        options = self.body.stream_options
+        if options and options.include_usage and options.continuous_usage_stats:
+            told["usage"] = usage(len(self.body.token_ids), self.counts[chunk.index], details=False)
+        if fresh and self.body.return_token_ids:
+            told["prompt_token_ids"] = self.body.token_ids
+        return told
+
+    def after(self) -> list[dict[str, Any]]:
+        """Token counts, when asked for."""
+        if not (self.body.stream_options and self.body.stream_options.include_usage):
+            return []
+        told = usage(len(self.body.token_ids), sum(self.counts), details=False)
+        return [
+            {
+                "request_id": self.request_id,
+                "output_mode": self.body.output_mode,
+                "choices": [],
+                "usage": told,
+            }
+        ]
 
 
-def stream_event(request_id: str, chunk: Chunk) -> bytes:
-    """One server-sent event. The last of a sequence has the finish reason and the spans, the others have
-    neither.
-    """
-    choice: dict[str, Any] = {
-        "index": chunk.index,
-        "logprobs": _logprobs(chunk.logprobs),
-        "finish_reason": chunk.final.finish_reason if chunk.final else None,
-        "token_ids": list(chunk.token_ids),
-    }
-    if chunk.final is not None:
-        choice |= _final_fields(chunk.final)
-    return b"data: " + msgspec.json.encode({"request_id": request_id, "choices": [choice]}) + b"\n\n"
-
-
-STREAM_END = b"data: [DONE]\n\n"
+# Errors.
 
 
 def vllm_error(error: WeightlineError) -> tuple[int, dict[str, Any]]:
     """HTTP status and vLLM's error body; our own `kind` and `hint` ride along."""
-    code = error.status.http
+    code, param = error.status.http, None
+    kind = _TYPES.get(code, "InternalServerError")
+    if isinstance(error, WireError):
+        code, kind, param = error.code, error.name, error.param
+    elif isinstance(error, FieldError) and error.shape:
+        kind, param = "Bad Request", "body.sampling_params"
+    elif isinstance(error, FieldError):
+        param = error.field if error.field in _NAMED else None
     message = f"{error.message} ({error.hint})" if error.hint else error.message
-    shape = {"message": message, "type": _TYPES.get(code, "InternalServerError"), "param": None, "code": code}
+    shape = {"message": message, "type": kind, "param": param, "code": code}
     return code, {"error": shape, "kind": error.kind, "hint": error.hint}
+
+
+def flag(value: str | None, name: str, *, default: bool) -> bool:
+    """A boolean of the query. Raises `WireError`."""
+    if value is None:
+        return default
+    if value.lower() in ("true", "1", "yes", "on", "t", "y"):
+        return True
+    if value.lower() in ("false", "0", "no", "off", "f", "n"):
+        return False
+    raise WireError(f"{name} is {value!r}", hint=f"{name} is true or false", param=f"query.{name}")
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises `WireError`."""
+    try:
+        body = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise WireError(f"request body: {error}", hint="send a JSON object") from None
+    if not isinstance(body, dict):
+        raise WireError("request body is not an object", hint="send a JSON object")
+    return body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -11,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightline.errors import InvalidInput, WeightlineError
+from weightline.errors import ConflictError, InvalidInput, WeightlineError
 from weightline.generate.engine import Engine
 from weightline.generate.wire import DigestsBody, HoldBody, RefitOrder, SessionBody, SwitchBody
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Answer = Callable[[Request], Awaitable[Any]]
 
@@ -102,7 +104,12 @@ class ControlRoutes:
         return {"invalidated": self.engine.refits.invalidate(session)}
 
     def _label(self, session: str) -> dict[str, Any]:
-        identity = self.engine.refits.label(session)
+        try:
+            identity = self.engine.refits.label(session)
+        except ConflictError as error:
+            self.engine.metrics.refused_labels += 1
+            log.warning("label refused: %s", error)
+            raise
         return {"label": identity.label, "version": identity.version}
 
     def _rollback(self, session: str) -> dict[str, Any]:

@@ -18,14 +18,15 @@ from uuid import uuid4
 
 import torch
 
-from weightline.errors import ConflictError, InvalidInput, Unavailable
+from weightline.errors import ConflictError, Unavailable
+from weightline.generate.face import Face
 from weightline.generate.kv import SlotCache
+from weightline.generate.metrics import Metrics
 from weightline.generate.model import LoadedModel
 from weightline.generate.options import EngineOptions
 from weightline.generate.prefix import PrefixCache
 from weightline.generate.refit import Identity, Refits
-from weightline.generate.requests import Request, Sink
-from weightline.generate.sampling import SamplingParams, check_sampling
+from weightline.generate.requests import Request
 from weightline.generate.scheduler import Scheduler
 from weightline.generate.steps import Stepper
 from weightline.generate.weights import LiveWeights, tied_names
@@ -40,7 +41,7 @@ ID_PREFIX = "generate-tokens-"
 """vLLM puts this before the caller's request id; both forms name the request in an abort."""
 
 
-class Engine:
+class Engine(Face):
     """A rollout engine without its HTTP face. All public methods may be called from any thread but the
     engine's own.
     """
@@ -55,6 +56,7 @@ class Engine:
         self.hold: HeldAt | None = None
         self.identity = Identity("default")
         self.quarantined = False
+        self.metrics = Metrics(clock)
         self.weights = LiveWeights(model)
         cache = SlotCache(model.layers, options.max_num_seqs, options.max_model_len)
         self.kv_tokens = options.kv_tokens or options.max_num_seqs * options.max_model_len
@@ -113,65 +115,6 @@ class Engine:
         return self.post(command).result()
 
     # Requests.
-
-    def submit(
-        self,
-        prompt: Iterable[int],
-        params: SamplingParams,
-        sink: Sink,
-        *,
-        request_id: str = "",
-        cache_salt: str | None = None,
-    ) -> Request:
-        """Queue a request; `sink` hears of every step, on the engine thread. Only requests with the same
-        `cache_salt` share cached prefixes.
-
-        Raises `InvalidInput` (empty or too long a prompt, unknown token, bad parameters) and `Unavailable`
-        (quarantined, stopping).
-        """
-        tokens = tuple(prompt)
-        self._check_prompt(tokens, params)
-        room = self.options.max_model_len - len(tokens)
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self.model.stop_ids
-        )
-        request = Request(
-            tokens,
-            params,
-            sink,
-            external_id=request_id or uuid4().hex,
-            max_tokens=min(room, params.max_tokens or room),
-            stop_ids=stop_ids,
-            cache_salt=cache_salt,
-        )
-        most = params.n * (len(tokens) + request.max_tokens)
-        if most > self.kv_tokens:
-            raise InvalidInput(
-                f"n {params.n} with {len(tokens)} prompt tokens and max_tokens {request.max_tokens} may need "
-                f"{most} positions, the engine has {self.kv_tokens}",
-                hint="ask for less, or start the engine with more kv_tokens",
-            )
-        self.call(lambda: self._enqueue(request))
-        return request
-
-    def _check_prompt(self, tokens: tuple[int, ...], params: SamplingParams) -> None:
-        check_sampling(params)
-        limit = self.options.max_model_len
-        if not tokens:
-            raise InvalidInput("token_ids is empty", hint="a prompt has at least one token")
-        if len(tokens) >= limit:
-            raise InvalidInput(
-                f"token_ids has {len(tokens)} tokens, no room is left of max_model_len {limit}",
-                hint="shorten the prompt, or start the engine with a larger max_model_len",
-            )
-        bad = next((t for t in tokens if not 0 <= t < self.model.vocabulary), None)
-        if bad is not None:
-            raise InvalidInput(f"token_ids holds {bad}", hint=f"ids are 0 to {self.model.vocabulary - 1}")
-        if params.n > self.options.max_num_seqs:
-            raise InvalidInput(
-                f"sampling_params.n is {params.n}",
-                hint=f"n must be at most the engine's max_num_seqs {self.options.max_num_seqs}",
-            )
 
     def _enqueue(self, request: Request) -> None:
         if self.quarantined:
@@ -253,6 +196,8 @@ class Engine:
     def resume_now(self) -> None:
         """`resume`, on the engine thread."""
         if self.refits.unlabelled:
+            self.metrics.weights_without_label += 1
+            log.warning("resume refused: new weights are live under the old label %r", self.identity.label)
             raise ConflictError(
                 "new weights are live under the old label", hint="label or roll back the refit first"
             )
@@ -305,6 +250,9 @@ class Engine:
         """
 
         def change() -> None:
+            if label != self.identity.label:
+                self.metrics.labels_without_weights += 1
+                log.warning("label %r replaces %r, and no weights changed", label, self.identity.label)
             self.identity = Identity(label, self.identity.version, self.identity.run)
             self.weights_changed()
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from weightline.core.spans import SpanBuilder
 from weightline.generate.sampling import SamplingParams, TokenLogprobs, generator_for
+from weightline.generate.text import TextStream, TextTokenizer
 from weightline.types import WeightVersionSpan
 
 if TYPE_CHECKING:
@@ -29,14 +30,22 @@ class Completion(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason
-    weight_versions: tuple[WeightVersionSpan, ...]
-    """Canonical, over output indexes: the label live in the step that sampled each token."""
-    kv_weight_versions: tuple[WeightVersionSpan, ...]
+    text: str | None = None
+    """Decoded output, when the request asked for text or has stop strings; without a stop string that ended
+    it.
+    """
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it."""
+    weight_versions: tuple[WeightVersionSpan, ...] | None
+    """Canonical, over output indexes: the label live in the step that sampled each token. None when the
+    request left spans out, as the two below.
+    """
+    kv_weight_versions: tuple[WeightVersionSpan, ...] | None
     """Over context positions: the label whose weights computed the keys and values there, as they stood at
     the end. The last output token's were never computed. Empty when the output ended (an abort) while all of
     them were being computed anew.
     """
-    kv_recomputed_at: tuple[int, ...]
+    kv_recomputed_at: tuple[int, ...] | None
     """Output indexes before whose sampling all keys and values were computed anew, under the label of that
     token.
     """
@@ -51,6 +60,8 @@ class Chunk(Struct, frozen=True, kw_only=True):
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
+    text: str | None = None
+    """Text since the chunk before; a stop string may hold some of it back."""
     final: Completion | None = None
 
 
@@ -80,6 +91,8 @@ class Sequence:
         "recomputed_at",
         "request",
         "spans",
+        "stop_reason",
+        "text",
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -97,6 +110,10 @@ class Sequence:
         self.poisoned = False
         """Its logits were not finite, so its cache row may hold NaN and is cleared when it is left."""
         self.finished = False
+        self.stop_reason: int | str | None = None
+        self.text: TextStream | None = None
+        if request.tokenizer is not None:
+            self.text = TextStream(request.tokenizer, request.prompt, request.params)
         self.generator: torch.Generator | None = generator_for(request.params, index)
 
     @property
@@ -145,14 +162,17 @@ class Sequence:
     def complete(self, reason: FinishReason) -> Completion:
         """The final output, with what was sampled so far."""
         self.finished = True
+        told = self.request.params.weight_versions
         return Completion(
             index=self.index,
             token_ids=tuple(self.output),
             logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
             finish_reason=reason,
-            weight_versions=self.spans.spans(),
-            kv_weight_versions=self._kv_at_the_end(),
-            kv_recomputed_at=tuple(i for i in self.recomputed_at if i < len(self.output)),
+            text=None if self.text is None else self.text.text,
+            stop_reason=self.stop_reason,
+            weight_versions=self.spans.spans() if told else None,
+            kv_weight_versions=self._kv_at_the_end() if told else None,
+            kv_recomputed_at=tuple(i for i in self.recomputed_at if i < len(self.output)) if told else None,
             cached_tokens=self.cached_tokens,
         )
 
@@ -173,6 +193,7 @@ class Request:
     __slots__ = (
         "admitted",
         "cache_salt",
+        "count",
         "external_id",
         "id",
         "max_tokens",
@@ -181,6 +202,7 @@ class Request:
         "sequences",
         "sink",
         "stop_ids",
+        "tokenizer",
     )
 
     def __init__(
@@ -193,6 +215,8 @@ class Request:
         max_tokens: int,
         stop_ids: frozenset[int],
         cache_salt: str | None = None,
+        tokenizer: TextTokenizer | None = None,
+        count: Sink | None = None,
     ) -> None:
         self.id = uuid4().hex
         self.external_id = external_id
@@ -207,7 +231,17 @@ class Request:
         """Its place in the order of admission, from 1; 0: it never ran. A preempted request waits with what
         it has sampled.
         """
+        self.count = count
+        """Hears of every chunk before `sink` does."""
+        self.tokenizer = tokenizer
+        """Only when the output is decoded."""
         self.sequences = tuple(Sequence(self, i) for i in range(params.n))
+
+    def deliver(self, chunk: Chunk) -> None:
+        """Send a chunk on its way."""
+        if self.count is not None:
+            self.count(chunk)
+        self.sink(chunk)
 
     @property
     def live(self) -> tuple[Sequence, ...]:

@@ -12,7 +12,14 @@ from weightline.generate.kv import SlotCache
 from weightline.generate.model import LoadedModel
 from weightline.generate.prefix import PrefixCache
 from weightline.generate.requests import Chunk, FinishReason, Sequence
-from weightline.generate.sampling import GREEDY_BELOW, raw_logprobs, sample
+from weightline.generate.sampling import (
+    GREEDY_BELOW,
+    SamplingParams,
+    TokenLogprobs,
+    raw_logprobs,
+    sample,
+    shaped,
+)
 from weightline.generate.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -108,26 +115,36 @@ class Stepper:
                 self.finish(sequence, "error")
                 continue
             params = sequence.request.params
-            token = (
-                greedy[i]
-                if params.temperature < GREEDY_BELOW
-                else sample(logits[i], params, sequence.generator)
-            )
+            token = greedy[i] if _is_argmax(params) else self._draw(sequence, logits[i])
             logprobs = None if params.logprobs is None else raw_logprobs(logits[i], token, params.logprobs)
             sequence.accept(token, label, logprobs)
             self.sampled += 1
-            reason = self._ended(sequence, token)
-            chunk_logprobs = None if logprobs is None else (logprobs,)
-            if reason is None:
-                sequence.request.sink(
-                    Chunk(index=sequence.index, token_ids=(token,), logprobs=chunk_logprobs)
-                )
-            else:
-                final = sequence.complete(reason)
-                self._leave(sequence, label)
-                sequence.request.sink(
-                    Chunk(index=sequence.index, token_ids=(token,), logprobs=chunk_logprobs, final=final)
-                )
+            self._tell(sequence, token, label, None if logprobs is None else (logprobs,))
+
+    def _draw(self, sequence: Sequence, row: torch.Tensor) -> int:
+        request = sequence.request
+        if not request.params.plain:
+            barred = request.stop_ids | self.model.stop_ids
+            row = shaped(row, request.params, request.prompt, sequence.output, barred)
+        return sample(row, request.params, sequence.generator)
+
+    def _tell(
+        self, sequence: Sequence, token: int, label: str, logprobs: tuple[TokenLogprobs, ...] | None
+    ) -> None:
+        """Send the chunk of a token just accepted; the last one when it ends the sequence."""
+        reason = self._ended(sequence, token)
+        if sequence.text is not None:
+            met = sequence.text.push(token, stopped=reason == "stop")
+            if met is not None:
+                reason, sequence.stop_reason = "stop", met
+        final = None
+        if reason is not None:
+            final = sequence.complete(reason)
+            self._leave(sequence, label)
+        text = None if sequence.text is None else sequence.text.take(final=final is not None)
+        sequence.request.deliver(
+            Chunk(index=sequence.index, token_ids=(token,), logprobs=logprobs, text=text, final=final)
+        )
 
     def _leave(self, sequence: Sequence, label: str) -> None:
         """Free the row of a sequence that has ended; what it computed serves the next turn of a
@@ -139,6 +156,8 @@ class Stepper:
     def _ended(self, sequence: Sequence, token: int) -> FinishReason | None:
         request = sequence.request
         if token in request.stop_ids:
+            by_eos = token in self.model.stop_ids and not request.params.ignore_eos
+            sequence.stop_reason = None if by_eos else token
             return "stop"
         if len(sequence.output) >= request.max_tokens or sequence.length >= self.max_model_len:
             return "length"
@@ -153,4 +172,11 @@ class Stepper:
         final = sequence.complete(reason)
         self.scheduler.leave(sequence)
         empty = () if sequence.request.params.logprobs is not None else None
-        sequence.request.sink(Chunk(index=sequence.index, token_ids=(), logprobs=empty, final=final))
+        text = None if sequence.text is None else sequence.text.take(final=True)
+        sequence.request.deliver(
+            Chunk(index=sequence.index, token_ids=(), logprobs=empty, text=text, final=final)
+        )
+
+
+def _is_argmax(params: SamplingParams) -> bool:
+    return params.temperature < GREEDY_BELOW and params.plain

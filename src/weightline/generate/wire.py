@@ -81,3 +81,9 @@ class HoldBody(Struct, frozen=True, kw_only=True):
     """Body of `POST /weightline/hold`; null releases."""
 
     hold: HeldAt | None
+
+
+class LabelBody(Struct, frozen=True, kw_only=True):
+    """Body of `POST /update_weight_version`."""
+
+    new_version: str
