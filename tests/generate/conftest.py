@@ -24,6 +24,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer and a chat template: the one that vLLM's answers were recorded with."""
+    from weightline.demo.models import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model", arch="qwen3")
+
+
 @pytest.fixture
 def engines(models: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
     """Started engines, stopped at the end: `engines(folder, max_num_seqs=4)`."""

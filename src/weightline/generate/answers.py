@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Struct
 
 from weightline.errors import WeightlineError
-from weightline.generate.delivery import WireError, usage
+from weightline.generate.delivery import usage, wire_error
 from weightline.generate.requests import Chunk, Completion
-from weightline.generate.sampling import FieldError, SamplingParams, TokenLogprobs, parse_sampling
+from weightline.generate.sampling import SamplingParams, TokenLogprobs, parse_sampling
 from weightline.generate.text import TextTokenizer
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class GenerateBody(Struct, kw_only=True):
 
 
 def decode_body(raw: bytes, kind: type[T], hint: str) -> T:
-    """A JSON body. Raises `WireError` that names the field at fault the way vLLM names it."""
+    """A JSON body. Raises `InvalidInput` that names the field at fault the way vLLM names it."""
     try:
         return msgspec.json.decode(raw, type=kind, strict=False)
     except msgspec.DecodeError as error:
@@ -65,22 +65,22 @@ def decode_body(raw: bytes, kind: type[T], hint: str) -> T:
             place += f".{missing[1]}"
         elif broken := re.search(r"\(byte (\d+)\)|truncated", text):
             place = f".{broken[1] or len(raw)}"
-        raise WireError(f"request body: {text}", hint=hint, param=f"body{place}") from None
+        raise wire_error(f"request body: {text}", hint=hint, param=f"body{place}") from None
 
 
 def parse_generate(raw: bytes) -> tuple[GenerateBody, SamplingParams]:
     """The body and its sampling parameters. Raises `InvalidInput` naming the field at fault."""
     body = decode_body(raw, GenerateBody, 'send {"token_ids": [...], "sampling_params": {...}}')
     if not body.token_ids:
-        raise WireError("token_ids is empty", hint="a prompt has at least one token", param="body.token_ids")
+        raise wire_error("token_ids is empty", hint="a prompt has at least one token", param="body.token_ids")
     if min(body.token_ids) < 0:
-        raise WireError(
+        raise wire_error(
             f"token_ids holds {min(body.token_ids)}", hint="ids are 0 or more", param="body.token_ids"
         )
     check_salt(body.cache_salt)
     for field in _UNSUPPORTED:
         if getattr(body, field):
-            raise WireError(
+            raise wire_error(
                 f"{field} is not implemented by this engine",
                 hint="leave it out",
                 name="BadRequestError",
@@ -90,16 +90,16 @@ def parse_generate(raw: bytes) -> tuple[GenerateBody, SamplingParams]:
         body.sampling_params, text=body.output_mode == "text", weight_versions=body.return_weight_versions
     )
     if body.output_mode == "text" and not params.detokenize:
-        raise WireError(
+        raise wire_error(
             'output_mode "text" with detokenize false', hint="text needs detokenize to be true", param="body"
         )
     return body, params
 
 
 def check_salt(salt: str | None) -> None:
-    """Raise `WireError` for a `cache_salt` that vLLM refuses."""
+    """Raise `InvalidInput` for a `cache_salt` that vLLM refuses."""
     if salt is not None and len(salt) not in _SALT:
-        raise WireError(
+        raise wire_error(
             f"cache_salt has {len(salt)} characters",
             hint=f"cache_salt has {_SALT[0]} to {_SALT[-1]} characters",
             name="BadRequestError",
@@ -261,36 +261,35 @@ class GenerateAnswers:
 
 def vllm_error(error: WeightlineError) -> tuple[int, dict[str, Any]]:
     """HTTP status and vLLM's error body; our own `kind` and `hint` ride along."""
-    code, param = error.status.http, None
-    kind = _TYPES.get(code, "InternalServerError")
-    if isinstance(error, WireError):
-        code, kind, param = error.code, error.name, error.param
-    elif isinstance(error, FieldError) and error.shape:
+    told = error.__dict__
+    code = told.get("code", error.status.http)
+    kind, param = told.get("name", _TYPES.get(code, "InternalServerError")), told.get("param")
+    if told.get("shape"):
         kind, param = "Bad Request", "body.sampling_params"
-    elif isinstance(error, FieldError):
-        param = error.field if error.field in _NAMED else None
+    elif told.get("field") in _NAMED:
+        param = told["field"]
     message = f"{error.message} ({error.hint})" if error.hint else error.message
     shape = {"message": message, "type": kind, "param": param, "code": code}
     return code, {"error": shape, "kind": error.kind, "hint": error.hint}
 
 
 def flag(value: str | None, name: str, *, default: bool) -> bool:
-    """A boolean of the query. Raises `WireError`."""
+    """A boolean of the query. Raises `InvalidInput`."""
     if value is None:
         return default
     if value.lower() in ("true", "1", "yes", "on", "t", "y"):
         return True
     if value.lower() in ("false", "0", "no", "off", "f", "n"):
         return False
-    raise WireError(f"{name} is {value!r}", hint=f"{name} is true or false", param=f"query.{name}")
+    raise wire_error(f"{name} is {value!r}", hint=f"{name} is true or false", param=f"query.{name}")
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object. Raises `WireError`."""
+    """A JSON object. Raises `InvalidInput`."""
     try:
         body = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
-        raise WireError(f"request body: {error}", hint="send a JSON object") from None
+        raise wire_error(f"request body: {error}", hint="send a JSON object") from None
     if not isinstance(body, dict):
-        raise WireError("request body is not an object", hint="send a JSON object")
+        raise wire_error("request body is not an object", hint="send a JSON object")
     return body

@@ -29,7 +29,7 @@ from weightline.generate.answers import (
     vllm_error,
 )
 from weightline.generate.control import control_routes
-from weightline.generate.delivery import EventStream, Submission, WireError, answer
+from weightline.generate.delivery import EventStream, Submission, answer, wire_error
 from weightline.generate.engine import ID_PREFIX, Engine, PauseMode
 from weightline.generate.openai import ChatAnswers, CompletionAnswers, Order, parse_chat, parse_completion
 from weightline.generate.wire import LabelBody
@@ -141,7 +141,7 @@ class VllmRoutes:
     def _check_model(self, name: str | None) -> None:
         """vLLM serves no other name than its own. Without a name given at the start this engine takes any."""
         if self.strict_name and name not in (None, self.name):
-            raise WireError(
+            raise wire_error(
                 f"model {name!r} is not served",
                 hint=f"the model's name is {self.name!r}",
                 name="NotFoundError",
@@ -185,7 +185,7 @@ class VllmRoutes:
         if request.query_params.get("wait_for_inflight_requests", "").lower() in ("true", "1"):
             mode = "wait"
         if mode not in _MODES:
-            raise WireError(f"mode is {mode!r}", hint="mode is abort, wait or keep", param="query.mode")
+            raise wire_error(f"mode is {mode!r}", hint="mode is abort, wait or keep", param="query.mode")
         clear = _query(request, "clear_cache", default=True)
         done: Future[None] = await asyncio.to_thread(self.engine.pause, _MODES[mode], clear_cache=clear)
         await asyncio.wrap_future(done)
@@ -214,7 +214,7 @@ class VllmRoutes:
     async def abort_and_say_nothing(self, request: Request) -> Response:
         """vLLM's other route of this purpose: `request_ids` is needed, and the answer is empty."""
         if json_object(await request.body()).get("request_ids") is None:
-            raise WireError("request_ids is missing", hint='send {"request_ids": [...]}')
+            raise wire_error("request_ids is missing", hint='send {"request_ids": [...]}')
         await self.abort_requests(request)
         return Response(status_code=200)
 
@@ -242,18 +242,18 @@ class VllmRoutes:
         body = json_object(await request.body())
         method, args = body.get("method"), body.get("args") or []
         if method is None:
-            raise WireError("method is missing", hint='send {"method": "check_health"}')
+            raise wire_error("method is missing", hint='send {"method": "check_health"}')
         allowed: dict[str, Callable[[], Awaitable[Any]]] = {
             "check_health": self._check_health,
             "get_weight_version": self._label,
             "weight_digests": lambda: self._digests(args),
         }
         if method not in allowed:
-            raise WireError(
+            raise wire_error(
                 f"method {method!r} is not allowed", hint=f"allowed are {', '.join(sorted(allowed))}"
             )
         if not isinstance(args, list) or (args and method != "weight_digests") or body.get("kwargs"):
-            raise WireError(f"method {method!r} does not take these arguments", hint="see its documentation")
+            raise wire_error(f"method {method!r} does not take these arguments", hint="see its documentation")
         return JSONResponse({"results": [await allowed[method]()]})
 
     async def _check_health(self) -> None:
@@ -305,7 +305,7 @@ async def _json_body(request: Request) -> bytes:
     """The raw body; only what says that it is no JSON is refused for its media type."""
     media = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if media != "application/json":
-        raise WireError(f"the body is {media}", hint="only application/json is allowed")
+        raise wire_error(f"the body is {media}", hint="only application/json is allowed")
     return await request.body()
 
 

@@ -180,11 +180,10 @@ def usage(prompt: int, completion: int, *, details: bool) -> dict[str, Any]:
     return told | ({"prompt_tokens_details": None, "completion_tokens_details": None} if details else {})
 
 
-class WireError(InvalidInput):
-    """A request that vLLM refuses, with the `type` (here `name`) and `param` of its error."""
-
-    def __init__(
-        self, message: str, *, hint: str, name: str = "Bad Request", param: str | None = None, code: int = 400
-    ) -> None:
-        super().__init__(message, hint=hint)
-        self.name, self.param, self.code = name, param, code
+def wire_error(
+    message: str, *, hint: str, name: str = "Bad Request", param: str | None = None, code: int = 400
+) -> InvalidInput:
+    """A request that vLLM refuses, with the `type` (here `name`), `param` and `code` of its error."""
+    error = InvalidInput(message, hint=hint)
+    error.__dict__.update(name=name, param=param, code=code)
+    return error

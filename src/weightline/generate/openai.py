@@ -13,11 +13,12 @@ import msgspec
 from msgspec import Struct
 
 from weightline import __version__
+from weightline.errors import InvalidInput
 from weightline.generate.answers import StreamOptions, TextLogprobs, check_salt, decode_body, json_object
-from weightline.generate.delivery import WireError, usage
+from weightline.generate.delivery import usage, wire_error
 from weightline.generate.face import Face
 from weightline.generate.requests import Chunk, Completion
-from weightline.generate.sampling import FieldError, SamplingParams, TokenLogprobs, parse_sampling
+from weightline.generate.sampling import SamplingParams, TokenLogprobs, parse_sampling
 
 FINGERPRINT = f"weightline-{__version__}"
 _SAMPLING = frozenset(SamplingParams.__struct_fields__) - {
@@ -96,8 +97,8 @@ class Order(Struct, frozen=True, kw_only=True):
     """Of the prompts; only for `echo`."""
 
 
-def _refuse(message: str, hint: str, param: str | None = None) -> WireError:
-    return WireError(message, hint=hint, name="BadRequestError", param=param)
+def _refuse(message: str, hint: str, param: str | None = None) -> InvalidInput:
+    return wire_error(message, hint=hint, name="BadRequestError", param=param)
 
 
 def _sampling(
@@ -128,10 +129,10 @@ def _sampling(
     wanted |= {"max_tokens": max_tokens, "logprobs": logprobs}
     try:
         return parse_sampling(wanted, text=True, weight_versions=body.return_weight_versions)
-    except FieldError as error:
-        if not error.shape:
+    except InvalidInput as error:
+        if not error.__dict__.get("shape"):
             raise
-        raise WireError(error.message, hint=error.hint, param=f"body.{error.field}") from None
+        raise wire_error(error.message, hint=error.hint, param=f"body.{error.__dict__['field']}") from None
 
 
 def parse_completion(raw: bytes, face: Face) -> Order:

@@ -98,13 +98,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         )
 
 
-class FieldError(InvalidInput):
-    """A sampling parameter at fault: of the wrong type, or (`shape` False) outside its range."""
-
-    def __init__(self, field: str, value: object, rule: str, *, shape: bool = False) -> None:
-        super().__init__(f"sampling_params.{field} is {value!r}", hint=f"{field} {rule}")
-        self.field = field
-        self.shape = shape
+def field_error(field: str, value: object, rule: str, *, shape: bool = False) -> InvalidInput:
+    """A sampling parameter at fault: of the wrong type (`shape`), or outside its range."""
+    error = InvalidInput(f"sampling_params.{field} is {value!r}", hint=f"{field} {rule}")
+    error.__dict__.update(field=field, shape=shape)
+    return error
 
 
 def _number(data: Mapping[str, Any], field: str, kind: type, default: Any) -> Any:
@@ -114,7 +112,7 @@ def _number(data: Mapping[str, Any], field: str, kind: type, default: Any) -> An
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise FieldError(field, value, f"must be of type {kind.__name__}", shape=True)
+        raise field_error(field, value, f"must be of type {kind.__name__}", shape=True)
     return value
 
 
@@ -152,9 +150,9 @@ def parse_sampling(data: object, **more: Any) -> SamplingParams:
             continue
         if field not in _NEUTRAL:
             known = ", ".join(sorted((*_KINDS, *_LISTS)))
-            raise FieldError(field, value, f"is not a sampling parameter; known are {known}")
+            raise field_error(field, value, f"is not a sampling parameter; known are {known}")
         if value not in _NEUTRAL[field]:
-            raise FieldError(field, value, "is not implemented by this engine; leave it out")
+            raise field_error(field, value, "is not implemented by this engine; leave it out")
     defaults = SamplingParams()
     fields = {name: _number(data, name, kind, getattr(defaults, name)) for name, kind in _KINDS.items()}
     if fields["seed"] == -1:
@@ -169,7 +167,7 @@ def parse_sampling(data: object, **more: Any) -> SamplingParams:
         **more,
     )
     if params.temperature < GREEDY_BELOW and params.n > 1:
-        raise FieldError("n", params.n, "must be 1 when sampling is greedy")
+        raise field_error("n", params.n, "must be 1 when sampling is greedy")
     check_sampling(params)
     return params
 
@@ -182,7 +180,7 @@ def _token_ids(field: str, value: object) -> tuple[int, ...]:
         or isinstance(value, str)
         or not all(isinstance(t, int) and not isinstance(t, bool) for t in value)
     ):
-        raise FieldError(field, value, "must be a list of token ids", shape=True)
+        raise field_error(field, value, "must be a list of token ids", shape=True)
     return tuple(value)
 
 
@@ -192,7 +190,7 @@ def _strings(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, Sequence) or not all(isinstance(s, str) for s in value):
-        raise FieldError("stop", value, "must be a string or a list of strings", shape=True)
+        raise field_error("stop", value, "must be a string or a list of strings", shape=True)
     return tuple(value)
 
 
@@ -204,11 +202,11 @@ def _biases(value: object) -> dict[int, float] | None:
             raise TypeError
         return {int(token): min(100.0, max(-100.0, float(bias))) for token, bias in value.items()}
     except (TypeError, ValueError):
-        raise FieldError("logit_bias", value, "must map token ids to numbers", shape=True) from None
+        raise field_error("logit_bias", value, "must map token ids to numbers", shape=True) from None
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raise `FieldError` naming the first field outside its range."""
+    """Raise `InvalidInput` naming the first field outside its range."""
     p = params
     limit = p.max_tokens
     rules = (
@@ -231,15 +229,15 @@ def check_sampling(params: SamplingParams) -> None:
     )
     for field, good, rule in rules:
         if not good:
-            raise FieldError(field, getattr(params, field), rule)
+            raise field_error(field, getattr(params, field), rule)
 
 
 def check_vocabulary(params: SamplingParams, vocabulary: int) -> None:
-    """Raise `FieldError` for token ids that a model of `vocabulary` tokens has not."""
+    """Raise `InvalidInput` for token ids that a model of `vocabulary` tokens has not."""
     for field in ("allowed_token_ids", "logit_bias"):
         bad = next((t for t in getattr(params, field) or () if not 0 <= t < vocabulary), None)
         if bad is not None:
-            raise FieldError(field, bad, f"holds token ids 0 to {vocabulary - 1}")
+            raise field_error(field, bad, f"holds token ids 0 to {vocabulary - 1}")
 
 
 class TokenLogprobs(Struct, frozen=True):
