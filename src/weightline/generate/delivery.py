@@ -64,8 +64,7 @@ class Submission:
             for place, prompt in enumerate(prompts):
                 sink = taken.feed.sink(place)
                 name = request_id if len(prompts) == 1 else f"{request_id}-{place}"
-                generation = await asyncio.to_thread(
-                    engine.submit,
+                generation = await engine.submit_async(
                     prompt,
                     params,
                     sink,

@@ -163,6 +163,21 @@ class Face:
         self.call(lambda: self._enqueue(request))
         return request
 
+    async def submit_async(
+        self, prompt: Iterable[int], params: SamplingParams, sink: Sink, **options: Any
+    ) -> Request:
+        """`submit`, off the event loop. A task that is cancelled meanwhile leaves no request behind."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.submit, prompt, params, sink, **options))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(self._abort_submitted)
+            raise
+
+    def _abort_submitted(self, submitting: asyncio.Future[Request]) -> None:
+        if not submitting.cancelled() and submitting.exception() is None:
+            self.abort_request(submitting.result())
+
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str = ""
     ) -> RequestOutput:
@@ -207,7 +222,7 @@ class Face:
         params = params or self._text_params()
         feed = Feed(final_only=False)
         ids = await asyncio.to_thread(self.prompt_ids, prompt)
-        request = await asyncio.to_thread(self.submit, ids, params, feed.sink(), request_id=request_id)
+        request = await self.submit_async(ids, params, feed.sink(), request_id=request_id)
         left = params.n
         try:
             async for _, chunk in feed.chunks(left):
