@@ -13,8 +13,12 @@ FREE = frozenset({"message", "id", "request_id", "created", "system_fingerprint"
 _CLOSE = 2e-3
 
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any], *, sampled: bool = False) -> list[str]:
-    """Of two put-down answers. With `sampled` what was sampled may differ, and with it the texts."""
+def differences(
+    ours: dict[str, Any], theirs: dict[str, Any], *, sampled: bool = False, coalesced: bool = False
+) -> list[str]:
+    """Of two put-down answers. With `sampled` what was sampled may differ, and with it the texts; with
+    `coalesced` the events of a stream may bring several tokens each.
+    """
     found = [
         f"{key}: {ours[key]!r}, not {theirs[key]!r}"
         for key in ("status", "media")
@@ -23,6 +27,8 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any], *, sampled: bool =
     mine, other = ours["body"], theirs["body"]
     if isinstance(other, list) and isinstance(mine, list):
         mine, other = _by_choice(mine), _by_choice(other)
+        if coalesced:
+            mine, other = _joined(mine), _joined(other)
     return found + list(_differences("body", mine, other, sampled))
 
 
@@ -33,6 +39,19 @@ def _by_choice(events: list[Any]) -> dict[str, list[Any]]:
         choices = event["choices"] if isinstance(event, dict) else []
         told[f"choice {choices[0]['index']}" if choices else "end"].append(event)
     return dict(told)
+
+
+def _joined(told: dict[str, list[Any]]) -> dict[str, Any]:
+    """All tokens and all text of each choice, and its last event without them."""
+    out: dict[str, Any] = {"end": told.pop("end")}
+    for name, events in told.items():
+        choices = [e["choices"][0] for e in events]
+        tokens = [t for c in choices for t in c.get("token_ids") or ()]
+        text = "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+        gone = dict.fromkeys(("token_ids", "text", "logprobs", "delta"))
+        last = {**events[-1], "choices": [{**choices[-1], **gone}]}
+        out[name] = {"token_ids": tokens, "text": text, "last": last}
+    return out
 
 
 def _differences(path: str, ours: Any, theirs: Any, sampled: bool) -> Iterator[str]:

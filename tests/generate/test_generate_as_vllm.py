@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from answer_differences import differences
 from generate_server import Server
-from vllm_exchanges import RECORDING, exchanges, perform_all, with_stops
+from vllm_exchanges import RECORDING, SAMPLED, exchanges, perform_all, with_stops
 
 pytestmark = pytest.mark.torch
 
 RECORDED = json.loads(RECORDING.read_text())
 THEIRS: dict[str, Any] = RECORDED["answers"]
-SAMPLED = {"tokens sampled", "tokens n", "tokens stream n", "completion n", "chat n"}
-"""Drawn at random: each engine has streams of its own."""
 DEVIATIONS = {"refuse no_such_parameter=1"}
 """vLLM ignores a sampling parameter that it does not know; here nothing is ignored in silence."""
 

@@ -20,6 +20,8 @@ PROMPT = [5, 9, 200, 44, 61]
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+SAMPLED = frozenset({"tokens sampled", "tokens n", "tokens stream n", "completion n", "chat n"})
+"""Exchanges drawn at random: each engine has streams of its own."""
 Exchange = dict[str, Any]
 
 
