@@ -32,7 +32,8 @@ def live(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_vllm_still_answers_as_recorded(live: Server) -> None:
-    # A server under load sends several tokens in one event, hence `coalesced`. Nothing tells how many requests have arrived at a paused vLLM, so they are given a second.
+    # Nothing tells how many requests have arrived at a paused vLLM, so they are given a second. Under load it
+    # sends several tokens in one event, hence `coalesced`.
     answers: dict[str, Any] = perform_all(live.url, lambda _count: time.sleep(1.0))["answers"]
     assert answers.keys() == RECORDED["answers"].keys()
     changed = {
