@@ -42,12 +42,18 @@ def options(**more: object) -> conformance.Options:
     return conformance.Options(**{**fields, "output_modes": ("tokens",), **more})
 
 
-def test_a_healthy_engine_passes_every_check(double: Callable[[str | None], Double]) -> None:
-    report = conformance.run("embedded", double(None).url, options=options())
+def test_a_healthy_engine_passes_every_check_and_two_reports_say_the_same(
+    double: Callable[[str | None], Double],
+) -> None:
+    url = double(None).url
+    report = conformance.run("embedded", url, options=options())
     assert [(c.id, c.evidence) for c in report.failed] == []
     assert report.ok
     assert len(report.checks) >= 135
     assert report.figures["wrong"] == 0
+    again = conformance.run("embedded", url, options=options(accept=False))
+    verdicts = [(check.id, check.what, check.ok) for check in again.checks]
+    assert verdicts == [(c.id, c.what, c.ok) for c in report.checks][-len(verdicts) :]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
