@@ -135,6 +135,8 @@ class Rank:
                 ranges=ranges,
             )
             store.place.put(_key(commit_id, self._rank), seal(msgspec.json.encode(receipt)))
+            if not staging.is_here(store):
+                store.disk.remove_tree(folder)  # it was uploaded
         except BaseException:
             staging.discard(folder, store)
             raise

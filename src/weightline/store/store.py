@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -376,15 +377,11 @@ class Store(Keeping):
             raise
 
     def _check_staged(self, request: CommitRequest) -> None:
-        where = f"{self.place.url}/{request.folder}"
-        try:
+        where, data = f"{self.place.url}/{request.folder}/{MANIFEST}", b""
+        with suppress(Missing):
             data = self.place.read(f"{request.folder}/{MANIFEST}")
-        except Missing:
-            raise IntegrityError(f"{where} has no manifest", hint="stage and commit again") from None
         if digest_of(data) != request.digest:
-            raise IntegrityError(
-                f"{where}/{MANIFEST} is not the one to commit", hint="stage and commit again"
-            )
+            raise IntegrityError(f"{where} is not the one to commit", hint="stage and commit again")
 
     def _acks(self) -> Mapping[int, tuple[Ack, ...]]:
         try:
