@@ -142,6 +142,7 @@ def rounds(world: World, follower: Any, share: float, n: int) -> dict[str, Any]:
         "pause_ms": median([e["pause_ms"] for e in events]),
         "inside_pause_ms": median([sum(e["phases"][p] for p in INSIDE) for e in events]),
         "ours_ms": median(ours),
+        "ours_least_ms": round(min(ours), 2),
         "phases": phases,
         "delta_bytes": events[-1]["nbytes"],
     }
