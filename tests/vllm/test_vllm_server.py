@@ -125,23 +125,23 @@ def test_a_stream_crosses_a_refit_and_one_admitted_during_the_pause_is_all_new(
     old = _refit_to_next(world)
     new = world.commit()
     port = world.port()
-    refit = _delta(world, port, new)
+    # All that takes time is done before the stream begins: it must still run when the pause comes.
+    prepared = port.prepare(_delta(world, port, new))
     going = threading.Event()
 
-    def after_twenty(chunks: int) -> None:
-        if chunks > 20:
+    def begun(chunks: int) -> None:
+        if chunks > 2:
             going.set()
 
     with ThreadPoolExecutor(2) as pool:
         crossing = pool.submit(
             world.server.stream,
             [3, 4, 5],
-            1500,
+            1900,
             mode=mode,
-            on_chunk=after_twenty,
+            on_chunk=begun,
         )
         assert going.wait(60)
-        prepared = port.prepare(refit)
         port.pause(prepared)
         admitted = pool.submit(world.server.stream, [6, 7], 30, mode=mode)
         port.apply(prepared)
@@ -156,7 +156,7 @@ def test_a_stream_crosses_a_refit_and_one_admitted_during_the_pause_is_all_new(
     assert (first["spans_before_the_last_chunk"], second["spans_before_the_last_chunk"]) == (0, 0)
     boundary = first["weight_versions"][1]["start"]
     if first["token_ids"]:
-        assert first["token_ids"] == [old] * boundary + [new] * (1500 - boundary)
+        assert first["token_ids"] == [old] * boundary + [new] * (1900 - boundary)
         assert second["token_ids"] == [new] * 30
 
 
@@ -164,12 +164,12 @@ def test_aborted_requests_tell_whose_tokens_they_have(world: World) -> None:
     version = _refit_to_next(world)
     going = threading.Event()
 
-    def after_twenty(chunks: int) -> None:
-        if chunks > 20:
+    def begun(chunks: int) -> None:
+        if chunks > 2:
             going.set()
 
     with ThreadPoolExecutor(3) as pool:
-        streamed = pool.submit(world.server.stream, [3, 4, 5], 1900, on_chunk=after_twenty)
+        streamed = pool.submit(world.server.stream, [3, 4, 5], 1900, on_chunk=begun)
         plain = pool.submit(world.server.generate, [8, 9], 1900)
         assert going.wait(60)
         late = pool.submit(world.server.generate, [1 + i % 300 for i in range(1500)], 300)
