@@ -35,6 +35,7 @@ from generate_world import Versions, Weights
 from weightline import codec
 from weightline.demo.models import resolve_model
 from weightline.demo.places import model_cache
+from weightline.errors import Unavailable
 from weightline.generate import Engine, EngineOptions, SamplingParams, load_model
 
 SHARES = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 1.0)
@@ -84,7 +85,10 @@ class Traffic:
                     ended.set()
 
             params = SamplingParams(temperature=1.0, seed=seed, ignore_eos=True, max_tokens=self.length)
-            self.engine.submit(list(range(8)), params, sink)
+            try:
+                self.engine.submit(list(range(8)), params, sink)
+            except Unavailable:  # the engine stops, perhaps because the measurement failed
+                return
             ended.wait()
 
     def more_steps(self, count: int) -> None:
@@ -152,7 +156,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     codec.warm()
     folder = resolve_model(args.model, model_cache())
-    options = EngineOptions(max_num_seqs=args.requests, max_model_len=256)
+    options = EngineOptions(max_num_seqs=args.requests, max_model_len=256, session_timeout=3600.0)
     rows = []
     with (
         tempfile.TemporaryDirectory() as files,

@@ -188,6 +188,21 @@ def test_a_switch_that_clears_the_cache_has_running_requests_recompute(world: An
     assert final.kv_weight_versions == spans(("v7", 0, len(PROMPT) + 8))
 
 
+def test_no_prefix_of_the_old_weights_is_found_after_a_switch(
+    models: Any, engines: Any, tmp_path: Path, way: str
+) -> None:
+    folder = models("qwen3", marker=True)
+    engine, versions = engines(folder), Versions(folder, tmp_path)
+    engine.refits.standby_from = WAYS[way]
+    switched(engine, versions, versions.weights["default"], 1)
+    prompt = [(7 * i) % 90 for i in range(40)]
+    assert [run(engine, prompt).cached_tokens for _ in range(2)] == [0, 32]
+    switched(engine, versions, marker_weights(versions.weights["v1"], 7), 2)
+    after = run(engine, prompt)
+    assert (after.cached_tokens, after.token_ids) == (0, (7,) * 8)
+    assert after.kv_weight_versions == spans(("v2", 0, len(prompt) + 7))
+
+
 def test_a_switch_of_a_paused_engine_leaves_it_paused_and_may_be_asked_twice(world: Any, way: str) -> None:
     engine, versions = world
     engine.refits.standby_from = WAYS[way]
