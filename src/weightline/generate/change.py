@@ -80,10 +80,10 @@ class InPlace:
         self._carried = dict(weights.carried)
 
     def apply(self) -> None:
+        self.weights.forget_digests(w.window for w in self.plan.writes)
         for write in self.plan.writes:
             undo = self.weights.write(write.window, write.index, write.bits, write.stored, write.live_bits)
             self.undo.append(undo)
-            self.weights.forget_digests(write.window)
 
     def verify(self) -> list[str]:
         misses = []
@@ -162,11 +162,10 @@ class Standby:
                 engine_state="old",
                 hint="prepare the refit again",
             )
+        self.weights.forget_digests(w.window for w in self.plan.writes)
         for storage, memory in self._new.items():
             self._old[storage] = storage.memory
             self.weights.exchange(storage, memory)
-        for write in self.plan.writes:
-            self.weights.forget_digests(write.window)
 
     def verify(self) -> list[str]:
         return [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import threading
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -288,11 +289,19 @@ class LiveWeights:
 
     # Digests.
 
-    def forget_digests(self, window: Window) -> None:
-        """Digests of regions that share elements with `window` no longer hold."""
-        owner, start, stop = window.region
-        for region in [r for r in self.carried if r[0] == owner and r[1] < stop and start < r[2]]:
-            del self.carried[region]
+    def forget_digests(self, windows: Iterable[Window]) -> None:
+        """Digests of regions that share elements with one of `windows`, which do not overlap, hold no longer."""
+        touched: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for window in windows:
+            owner, start, stop = window.region
+            touched[owner].append((stop, start))
+        for parts in touched.values():
+            parts.sort()
+        for region in tuple(self.carried):
+            parts = touched.get(region[0], [])
+            first = bisect_right(parts, region[1], key=lambda part: part[0])  # the first that ends behind it
+            if first < len(parts) and parts[first][1] < region[2]:
+                del self.carried[region]
 
     def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Digests by name, recomputed in full, one tensor at a time: writes get in between; see `writes`.
