@@ -290,7 +290,7 @@ class LiveWeights:
     # Digests.
 
     def forget_digests(self, windows: Iterable[Window]) -> None:
-        """Digests of regions that share elements with one of `windows`, which do not overlap, hold no longer."""
+        """Digests of regions that share elements with `windows` (none overlaps another) hold no more."""
         touched: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for window in windows:
             owner, start, stop = window.region
