@@ -319,7 +319,9 @@ def test_a_quarantined_engine_refuses_generation_and_stays_healthy(server: Serve
 def _serve(queue: Any, folder: str) -> None:
     from weightline.generate import serve_engine
 
-    serve_engine(Path(folder), port=0, max_model_len=128, threads=1, ready=queue.put)
+    serve_engine(
+        Path(folder), port=0, max_model_len=128, threads=1, served_model_name="policy", ready=queue.put
+    )
 
 
 def test_a_signal_ends_running_requests_and_the_process_cleanly(models: Any) -> None:
@@ -332,6 +334,7 @@ def test_a_signal_ends_running_requests_and_the_process_cleanly(models: Any) -> 
         assert {"url", "port", "pid", "instance", "model"} <= set(facts)
         with httpx.Client(base_url=facts["url"], timeout=60, trust_env=False) as http:
             assert http.get("/health").status_code == 200
+            assert http.get("/v1/models").json()["data"][0]["id"] == "policy"
             http.post("/pause?mode=keep")
             with http.stream("POST", "/inference/v1/generate", json=generate_body(stream=True)) as response:
                 os.kill(process.pid or 0, signal.SIGTERM)

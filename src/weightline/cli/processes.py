@@ -119,6 +119,12 @@ def engine(
     threads: Annotated[
         int | None, typer.Option("--threads", help="Compute threads; default: torch's.", min=1)
     ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--served-model-name", help="Its name in the API; default: its folder, any name is served."
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """The embedded rollout engine: continuous batching over transformers, vLLM's RL routes, exact spans.
@@ -144,6 +150,7 @@ def engine(
         prefix_tokens=prefix_tokens,
         session_timeout=session_timeout,
         threads=threads,
+        served_model_name=served_model_name,
         ready=ready,
     )
 

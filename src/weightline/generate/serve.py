@@ -55,10 +55,12 @@ def serve_engine(
     prefix_tokens: int = 4096,
     session_timeout: float = 30.0,
     threads: int | None = None,
+    served_model_name: str | None = None,
     ready: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Run the rollout engine until SIGINT or SIGTERM. `port` 0 takes a free one; `threads` None leaves the
-    choice to torch, the limits are those of `EngineOptions`.
+    choice to torch, the limits are those of `EngineOptions`. With `served_model_name` the API knows the
+    model by that name only.
 
     `ready` is called once it answers, with `url`, `port`, `pid`, `instance`, `model` and `load_s`. Raises
     `InvalidInput` (model folder, dtype, limits), `FormatError` (damaged weights) and `Unavailable` (port in
@@ -75,7 +77,7 @@ def serve_engine(
     )
     listener = bind(host, port)
     try:
-        _serve(listener, host, Path(model), dtype, options, threads, ready)
+        _serve(listener, host, Path(model), dtype, options, threads, served_model_name, ready)
     finally:
         listener.close()
 
@@ -87,6 +89,7 @@ def _serve(
     dtype: str,
     options: EngineOptions,
     threads: int | None,
+    served_model_name: str | None,
     ready: Callable[[dict[str, Any]], None] | None,
 ) -> None:
     started = time.monotonic()
@@ -113,7 +116,7 @@ def _serve(
         "load_s": round(time.monotonic() - started, 3),
     }
 
-    app = build_app(engine)
+    app = build_app(engine, served_model_name=served_model_name)
     with engine:
         asyncio.run(_listen(app, engine, listener, facts, ready))
 
