@@ -7,9 +7,9 @@ version's digests; between two steps the model is then pointed at them. The paus
 tensor, the price is a copy of what is touched for as long as the session is open: until then the old tensors
 are the undo log.
 
-Measured on 135M parameters in fp32 on a loaded machine (`benchmarks/standby.py`, figures in note 0021): in
-place, the engine stands still for some 55 ms a million elements, with a standby set for the same short time
-whatever the number. `STANDBY_FROM` keeps the in-place pause below a decoding step of that model.
+Measured on 135M parameters in fp32 on 2 CPU cores (`benchmarks/standby.py`, figures in note 0021): in
+place, the engine stands still for some 40 ms a million elements, with a standby set for the same short time
+whatever the number. `STANDBY_FROM` keeps the in-place pause at some 50 ms there.
 """
 
 from __future__ import annotations
