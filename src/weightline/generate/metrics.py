@@ -7,7 +7,17 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from weightline.generate.requests import Chunk, Sink
 
@@ -47,14 +57,20 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        """Samples in the text format."""
-        running = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            running += count
-            yield f'{name}_bucket{{le="{bound}",{labels}}} {float(running)}'
-        yield f"{name}_count{{{labels}}} {float(running)}"
-        yield f"{name}_sum{{{labels}}} {self.total}"
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and observations up to it."""
+        bounds = [*map(str, self.bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+
+
+class _Once(Collector):
+    """Metrics as they are now, for one rendering."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
 class Metrics:
@@ -101,10 +117,8 @@ class Metrics:
         """The exposition format, version 0.0.4: these numbers, and `gauges` and `counters` of others, as name
         -> (what it is, value).
         """
-        labels = f'engine="0",model_name="{_escaped(model)}"'
         with self._lock:
-            counters = {
-                **counters,
+            own = {
                 "vllm:prompt_tokens": ("Prompt tokens of requests that sampled a token.", self.prompt_tokens),
                 "vllm:generation_tokens": ("Sampled tokens.", self.generation_tokens),
                 "weightline:labels_without_weights": (
@@ -120,22 +134,29 @@ class Metrics:
                     self.refused_labels,
                 ),
             }
-            lines: list[str] = []
+            names, values = ("engine", "model_name"), ("0", model)
+            found: list[Metric] = []
             for name, (what, number) in gauges.items():
-                lines += [f"# HELP {name} {what}", f"# TYPE {name} gauge", f"{name}{{{labels}}} {number}"]
-            for name, (what, count) in counters.items():
-                lines += [f"# HELP {name}_total {what}", f"# TYPE {name}_total counter"]
-                lines.append(f"{name}_total{{{labels}}} {float(count)}")
-            name = "vllm:request_success_total"
-            lines += [f"# HELP {name} Ended sequences by reason.", f"# TYPE {name} counter"]
-            lines += [f'{name}{{{labels},finished_reason="{r}"}} {float(n)}' for r, n in self.ended.items()]
-            for name, what, histogram in (
+                gauge = GaugeMetricFamily(name, what, labels=names)
+                gauge.add_metric(values, number)
+                found.append(gauge)
+            for name, (what, count) in {**counters, **own}.items():
+                counter = CounterMetricFamily(name, what, labels=names)
+                counter.add_metric(values, count)
+                found.append(counter)
+            ended = CounterMetricFamily(
+                "vllm:request_success", "Ended sequences by reason.", labels=(*names, "finished_reason")
+            )
+            for reason, count in self.ended.items():
+                ended.add_metric((*values, reason), count)
+            found.append(ended)
+            for name, what, seen in (
                 ("vllm:time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
                 ("vllm:e2e_request_latency_seconds", "From arrival to the end.", self.latency),
             ):
-                lines += [f"# HELP {name} {what}", f"# TYPE {name} histogram", *histogram.lines(name, labels)]
-        return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+                histogram = HistogramMetricFamily(name, what, labels=names)
+                histogram.add_metric(values, buckets=seen.buckets(), sum_value=seen.total)
+                found.append(histogram)
+        registry = CollectorRegistry()
+        registry.register(_Once(found))
+        return generate_latest(registry).decode()
