@@ -26,7 +26,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 SOURCE = Path(__file__).with_name("native") / "codec.c"
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-w")
-_ABI = 2
+_ABI = 3
 _BUILD_SECONDS = 120
 
 
@@ -124,6 +124,12 @@ def digest_range(bits: Array, start: int, lanes: Array) -> None:
 
 def digest_at(index: Array, base: int, bits: Array, lanes: Array) -> None:
     _function(f"wl_digest_at_{bits.itemsize}", 0, "pipip")(_at(index), base, _at(bits), bits.size, _at(lanes))
+
+
+def digest_moves(start: int, pos: Array, was: Array, now: Array, lanes: Array) -> None:
+    _function(f"wl_digest_moves_{was.itemsize}", 0, "ipppip")(
+        start, _at(pos), _at(was), _at(now), pos.size, _at(lanes)
+    )
 
 
 def gather(source: Array, index: Array, out: Array) -> None:

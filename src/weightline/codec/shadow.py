@@ -21,6 +21,9 @@ from weightline.codec.scanned import Scanned
 from weightline.errors import InvalidInput
 from weightline.types import TensorSpec
 
+_U16, _U32 = np.dtype(np.uint16), np.dtype(np.uint32)
+_KIND = kind_of("BF16")
+
 
 class Shadow:
     """The bf16 form of fp32 master weights, kept up to date by `refresh`. Not thread-safe.
@@ -38,8 +41,8 @@ class Shadow:
             self._bits[name] = bits
         self.digests: dict[str, str] = {}
         """Additive digest of each tensor, carried along."""
-        for name, array in masters.items():
-            self._cast(name, bits_of(array), "absolute")
+        for ordinal, (name, array) in enumerate(masters.items()):
+            self._cast(ordinal, name, bits_of(array), "absolute")
             self.digests[name] = digest.digest_of(self._bits[name])
 
     @staticmethod
@@ -57,34 +60,33 @@ class Shadow:
         """Name -> bf16 array: views of the shadow, which change with the next `refresh`."""
         return {name: from_bits(bits, self._specs[name]) for name, bits in self._bits.items()}
 
-    def _cast(self, name: str, master: Bits, level: str) -> list[Segment]:
+    def _cast(self, ordinal: int, name: str, master: Bits, level: str) -> list[Segment]:
         shadow = self._bits[name]
-        ordinal = list(self._specs).index(name)
-        pieces = list(pieces_of(ordinal, shadow, None, 1 << CHUNK_LOG2[level]))
-        kind = kind_of("BF16")
 
         def work(piece: Piece) -> Segment:
             start, stop = piece.start, piece.start + piece.elements
-            pos = backend.scratch("pos", piece.elements, np.dtype(np.uint32))
-            was = backend.scratch("was", piece.elements, np.dtype(np.uint16))
-            now = backend.scratch("now", piece.elements, np.dtype(np.uint16))
-            hits = backend.engine().cast(master[start:stop], shadow[start:stop], pos, was, now)
-            rows = rows_of([piece])
+            pos = backend.scratch("pos", piece.elements, _U32)
+            was = backend.scratch("was", piece.elements, _U16)
+            now = backend.scratch("now", piece.elements, _U16)
+            kernels = backend.engine()
+            hits = kernels.cast(master[start:stop], shadow[start:stop], pos, was, now)
+            rows, lanes = rows_of([piece]), np.zeros((1, 2), np.uint64)
             rows[0, R_HITS] = hits
             pos, was, now = pos[:hits].copy(), was[:hits].copy(), now[:hits].copy()
-            index = pos.astype(np.int64)
-            gain = backend.digest_at(index, start, now) - backend.digest_at(index, start, was)
-            segment = Segment([piece], rows, pos, was, now, gain.reshape(1, 2), None)
+            if hits:
+                kernels.digest_moves(start, pos, was, now, lanes)
+            segment = Segment([piece], rows, pos, was, now, lanes, None)
             if level == "absolute":
                 return segment
             if level == "dense":
                 # The encoder reads the old elements: they are put back for it.
-                backend.engine().write(rows, pos, was)
-            coded = encode(segment, kind, dense=level == "dense")
+                kernels.write(rows, pos, was)
+            coded = encode(segment, _KIND, dense=level == "dense")
             if level == "dense":
-                backend.engine().write(rows, pos, now)
+                kernels.write(rows, pos, now)
             return segment._replace(coded=coded)
 
+        pieces = pieces_of(ordinal, shadow, None, 1 << CHUNK_LOG2[level])
         return list(backend.map_ordered(work, pieces))
 
     def refresh(self, masters: Mapping[str, Any], *, level: str = "absolute") -> Delta:
@@ -96,8 +98,12 @@ class Shadow:
         check_options(level, 0.0)
         require_same(self._specs, self._narrow_specs(masters))
         flat = {name: bits_of(masters[name]) for name in self._specs}
-        segments = [segment for name in self._specs for segment in self._cast(name, flat[name], level)]
         names = list(self._specs)
+        segments = [
+            segment
+            for ordinal, name in enumerate(names)
+            for segment in self._cast(ordinal, name, flat[name], level)
+        ]
         digests = {}
         for ordinal, gain in sorted(sum_lanes(segments).items()):
             name = names[ordinal]

@@ -223,7 +223,7 @@ static void get_signs(const u64 *in, i64 at, uint8_t *sign, i64 n) {
 #undef W
 #undef U
 
-int wl_abi(void) { return 2; }
+int wl_abi(void) { return 3; }
 
 #else /* ------------------------------------------------------------------ once for each width */
 
@@ -247,7 +247,7 @@ void FN(wl_digest_at)(const i64 *index, u64 base, const U *bits, i64 n, u64 *out
 }
 
 /* What the digest gains when elements go from old to new. */
-static void FN(digest_moves)(u64 start, const u32 *pos, const U *old, const U *neu, i64 n, u64 *out) {
+void FN(wl_digest_moves)(u64 start, const u32 *pos, const U *old, const U *neu, i64 n, u64 *out) {
     u64 s0 = 0, s1 = 0;
     for (i64 j = 0; j < n; j++) {
         u64 i = start + pos[j];
@@ -312,7 +312,7 @@ i64 FN(wl_scan)(i64 *rows, i64 count, u32 *pos, U *was, U *is, i64 room, u64 *la
         i64 hits = FN(scan_chunk)((const U *)row[R_OLD], (const U *)row[R_NEW], row[R_COUNT], pos + at, was + at, is + at);
         row[R_OFFSET] = at; row[R_HITS] = hits;
         lanes[2 * r] = lanes[2 * r + 1] = 0;
-        FN(digest_moves)((u64)row[R_START], pos + at, was + at, is + at, hits, lanes + 2 * r);
+        FN(wl_digest_moves)((u64)row[R_START], pos + at, was + at, is + at, hits, lanes + 2 * r);
         at += hits;
     }
     return r;
@@ -332,36 +332,39 @@ void FN(wl_write)(const i64 *rows, i64 count, const u32 *pos, const U *values) {
 
 /* fp32 -> bf16 to nearest even (NaN: quiet, sign kept), against a shadow that is brought up to date. W == 2 only. */
 #if W == 2
+static inline U cast_one(u32 x) {
+    u32 even = (x + 0x7FFF + ((x >> 16) & 1)) >> 16, nan = ((x >> 16) & 0x8000) | 0x7FC0;
+    return (U)((x & 0x7FFFFFFF) > 0x7F800000 ? nan : even);
+}
 i64 wl_cast(const u32 *master, U *shadow, i64 n, u32 *pos, U *was, U *is) {
-    i64 hits = 0;
-    U cast[64] __attribute__((aligned(64)));
-    for (i64 j = 0; j < n; j += 64) {
-        i64 m = n - j < 64 ? n - j : 64;
-        const u32 *f = master + j;
-        if (m == 64) {
-            for (int i = 0; i < 64; i++) {
-                u32 x = f[i];
-                u32 even = (x + 0x7FFF + ((x >> 16) & 1)) >> 16;
-                u32 nan = ((x >> 16) & 0x8000) | 0x7FC0;
-                cast[i] = (U)((x & 0x7FFFFFFF) > 0x7F800000 ? nan : even);
-            }
-            u64 d = FN(differ64)(shadow + j, cast);
-            if (d) {
-                do {
-                    i64 i = __builtin_ctzll(d);
-                    d &= d - 1;
-                    pos[hits] = (u32)(j + i); was[hits] = shadow[j + i]; is[hits] = cast[i]; hits++;
-                    shadow[j + i] = cast[i];
-                } while (d);
-            }
-        } else {
-            for (i64 i = 0; i < m; i++) {
-                u32 x = f[i];
-                u32 even = (x + 0x7FFF + ((x >> 16) & 1)) >> 16;
-                U c = (U)((x & 0x7FFFFFFF) > 0x7F800000 ? (((x >> 16) & 0x8000) | 0x7FC0) : even);
-                if (c != shadow[j + i]) { pos[hits] = (u32)(j + i); was[hits] = shadow[j + i]; is[hits] = c; hits++; shadow[j + i] = c; }
-            }
+    enum { STRETCH = 2048 };
+    U cast[STRETCH] __attribute__((aligned(64)));
+    u64 differ[STRETCH / 64];
+    int at[STRETCH / 64];
+    i64 hits = 0, j = 0;
+    for (; j + STRETCH <= n; j += STRETCH) {
+        /* Which 64 have a change is not to be foretold, so they are listed without a branch. */
+        int found = 0;
+        for (int q = 0; q < STRETCH / 64; q++) {
+            const u32 *f = master + j + 64 * q;
+            for (int i = 0; i < 64; i++) cast[64 * q + i] = cast_one(f[i]);
+            differ[q] = FN(differ64)(shadow + j + 64 * q, cast + 64 * q);
+            at[found] = q;
+            found += differ[q] != 0;
         }
+        for (int k = 0; k < found; k++) {
+            u64 d = differ[at[k]];
+            do {
+                i64 i = 64 * at[k] + __builtin_ctzll(d);
+                d &= d - 1;
+                pos[hits] = (u32)(j + i); was[hits] = shadow[j + i]; is[hits] = cast[i]; hits++;
+                shadow[j + i] = cast[i];
+            } while (d);
+        }
+    }
+    for (; j < n; j++) {
+        U c = cast_one(master[j]);
+        if (c != shadow[j]) { pos[hits] = (u32)j; was[hits] = shadow[j]; is[hits] = c; hits++; shadow[j] = c; }
     }
     return hits;
 }
@@ -913,7 +916,7 @@ i64 FN(wl_decode)(i64 *rows, i64 count, const i64 *chunks, const i64 *cls, i64 i
         }
         row[R_OFFSET] = at; row[R_HITS] = hits;
         lanes[2 * r] = lanes[2 * r + 1] = 0;
-        FN(digest_moves)((u64)row[R_START], pos + at, was + at, is + at, hits, lanes + 2 * r);
+        FN(wl_digest_moves)((u64)row[R_START], pos + at, was + at, is + at, hits, lanes + 2 * r);
         at += hits;
     }
     free(in); free(s.gaps);
