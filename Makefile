@@ -7,6 +7,8 @@ STAMP := $(VENV)/.stamp
 SMOLLM2 = $(BIN)/python -m weightline.demo.resolve smollm2 $(VLLM)/models | sed -n 's/.*"folder":"\([^"]*\)".*/\1/p'
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes at once: most tests wait for processes, disks and servers of their own.
+JOBS ?= 2
 
 .PHONY: help setup demo test test-faults test-pythons setup-vllm test-vllm soak-vllm bench bench-vllm soak lint format clean
 
@@ -29,10 +31,10 @@ demo: setup  ## the main job on a real model (SmolLM2-135M); DEMO_ARGS="--model 
 	$(BIN)/weightline demo $(DEMO_ARGS)
 
 test: setup  ## the tests, but for fault injection with real processes
-	$(BIN)/python -m pytest -m 'not soak and not faults and not vllm' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not soak and not faults and not vllm' $(PYTEST_ARGS)
 
 test-faults: setup  ## fault injection: processes killed at every step, disks that fill up
-	$(BIN)/python -m pytest -m 'faults and not soak and not vllm' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'faults and not soak and not vllm' $(PYTEST_ARGS)
 
 test-pythons: setup  ## the torch-free tests on every other Python (3.12, 3.13) that is installed
 	./tests/other_pythons.sh
