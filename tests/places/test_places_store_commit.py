@@ -11,5 +11,6 @@ OF_FOLDERS = {
     "test_a_label_is_used_once",
     "test_opening_fences_nobody_and_the_first_commit_does",
     "test_a_place_without_hard_links_is_refused",
+    "test_fsyncs_of_a_commit_are_those_that_the_docs_state",
 }
 globals().update(suite_of(load("test_store_commit"), "store", without=OF_FOLDERS))

@@ -13,5 +13,5 @@ OF_FOLDERS = {
 _module = load("test_store_retention")
 # Asks the place instead of the folder.
 _module._there = lambda store: [r.version for r in store.versions() if any(store.place.list(r.folder))]  # type: ignore[attr-defined]
-weights, six = _module.weights, _module.six
-globals().update(suite_of(_module, "store", "six", without=OF_FOLDERS))
+weights, six, ten = _module.weights, _module.six, _module.ten
+globals().update(suite_of(_module, "store", "six", "ten", without=OF_FOLDERS))

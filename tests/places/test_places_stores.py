@@ -183,7 +183,7 @@ def test_a_dead_writers_staging_is_swept_and_a_live_ones_never(opened: Callable[
 def test_a_server_that_dies_at_any_request_of_a_commit_leaves_the_old_or_the_new_version(
     s3: FaultProxy, object_place: Callable[..., Place], tmp_path: Path
 ) -> None:
-    place = object_place("dies", retries=0)
+    place = object_place("dies-at-a-request", retries=0)
     trainer = Store.open(tmp_path / "one", place=place, create=True).writer()
     trainer.commit(policy(0), commit_id="0")
     s3.calm()
@@ -197,7 +197,7 @@ def test_a_server_that_dies_at_any_request_of_a_commit_leaves_the_old_or_the_new
         with contextlib.suppress(Unavailable):
             trainer.commit(policy(2 + number), commit_id=commit_id)
         s3.calm()
-        reader = Store.open(tmp_path / "two", place=object_place("dies", "other"), create=True)
+        reader = Store.open(tmp_path / "two", place=object_place("dies-at-a-request", "other"), create=True)
         assert reader.latest() in (newest, newest + 1)
         assert same(reader.load(newest), policy(1 + number))
         newest = trainer.commit(policy(2 + number), commit_id=commit_id).version

@@ -30,6 +30,7 @@ PUBLIC = {
     "compute_delta",
     "connect",
     "errors",
+    "generate",
     "spans",
 }
 

@@ -20,7 +20,14 @@ import msgspec
 from msgspec import Struct
 
 from weightline.core.seal import seal, unseal
-from weightline.errors import ConflictError, FormatError, IntegrityError, InvalidInput, Unavailable
+from weightline.errors import (
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    InvalidInput,
+    StoreNotFound,
+    Unavailable,
+)
 from weightline.store.disk import Disk
 from weightline.store.manifest import MANIFEST, Blob, digest_of
 from weightline.store.mirror_judge import expected, sound
@@ -91,8 +98,9 @@ class MirrorPlace:
             marks = self._make()
         known = [mark for mark in marks if mark is not None]
         if not known:
-            raise InvalidInput(
-                f"{self.url}: neither folder is half of a mirror", hint="check that both disks are mounted"
+            raise StoreNotFound(
+                f"{self.url}: neither folder is half of a mirror",
+                hint="check that both disks are mounted; commit and serve make a new one",
             )
         if len({mark.mirror for mark in known}) > 1:
             raise InvalidInput(f"{self.url}: these are halves of two mirrors", hint="give the right folders")
