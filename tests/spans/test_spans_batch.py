@@ -192,3 +192,22 @@ def test_the_numpy_face_loads_without_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        ([[], None], "request 1: its spans are None"),
+        (None, "outputs are None"),
+        ([[{"version": "a", "start": 0, "end": 2**70}]], "request 0"),
+    ],
+    ids=["a chunk that is not the last", "nothing", "a number no file has"],
+)
+def test_what_is_no_list_of_spans_is_refused_by_request(outputs: Any, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        wl.spans.batch(outputs)
+
+
+def test_a_label_where_a_version_is_asked_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="versions holds 'a'"):
+        wl.spans.mask(wl.spans.batch([[{"version": "a", "start": 0, "end": 2}]]), {"a": 1}, versions={"a"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 Span = WeightVersionSpan | Mapping[str, Any]
+_MOST = 1 << 62
 _HINT = "spans are half-open, start at output token 0, have no gap and cover every returned token once"
 
 
@@ -83,9 +84,9 @@ def batch(
     begin: list[int] = []
     end: list[int] = []
     counts: list[int] = []
-    for spans in outputs:
+    for spans in _iterable(outputs, "outputs"):
         before = len(begin)
-        for span in spans:
+        for span in _iterable(spans, f"request {_called(ids, len(counts))!r}: its spans"):
             if isinstance(span, WeightVersionSpan):
                 names.append(span.version)
                 begin.append(span.start)
@@ -106,6 +107,20 @@ def batch(
     return SpanBatch(tuple(distinct), code, first + offsets[owner], last - first, owner, offsets, called)
 
 
+def _called(ids: Sequence[object] | None, output: int) -> object:
+    return output if ids is None or output >= len(ids) else ids[output]
+
+
+def _iterable(value: Any, what: str) -> Iterator[Any]:
+    """Its items; a chunk of a stream that is not the last has null where the spans will be."""
+    try:
+        return iter(value)
+    except TypeError:
+        raise InvalidInput(
+            f"{what} are {value!r}", hint="the spans of an output come with its last chunk, as a list"
+        ) from None
+
+
 def _take(
     span: Span,
     names: list[str],
@@ -118,10 +133,11 @@ def _take(
         name, first, last = span["version"], span["start"], span["end"]  # type: ignore[index]
     except (KeyError, TypeError):
         name = first = last = None
-    if type(name) is not str or type(first) is not int or type(last) is not int or not 0 <= first <= last:
-        called = output if ids is None or output >= len(ids) else ids[output]
+    whole = type(name) is str and type(first) is int and type(last) is int
+    if not whole or not 0 <= first <= last < _MOST:
         raise InvalidInput(
-            f"request {called!r}: {span!r} is no span", hint='{"version": str, "start": int, "end": int}'
+            f"request {_called(ids, output)!r}: {span!r} is no span",
+            hint='{"version": str, "start": int, "end": int}',
         )
     names.append(name)
     begin.append(first)

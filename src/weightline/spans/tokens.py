@@ -170,9 +170,17 @@ def mask(
     if now is not None and at_most is not None:
         keep &= _ages(flat, now, source) <= at_most
     if versions is not None:
-        wanted = np.fromiter(versions, np.int64)
+        wanted = _numbers(versions)
         keep &= np.isin(versions_of(flat, lineage_of(source))[flat.code], wanted)
     return _spread(flat, keep, like, device)
+
+
+def _numbers(versions: Iterable[int]) -> NDArray[np.int64]:
+    found = list(versions)
+    wrong = [v for v in found if isinstance(v, bool) or not isinstance(v, int | np.integer)]
+    if wrong:
+        raise InvalidInput(f"versions holds {wrong[0]!r}", hint="versions are numbers, labels are strings")
+    return np.array(found, np.int64)
 
 
 class Ages(Struct, frozen=True):
