@@ -192,18 +192,24 @@ class CodedFile:
 
     def check_base(self, before: Mapping[str, str]) -> None:
         """Compare digests of old tensors with what the file is against. Raises `IntegrityError`."""
-        for name, found in before.items():
-            if found[: 2 * CHECK] != self.records[name].base_check.hex():
-                raise _foreign(name, found)
-        if len(before) == len(self.records) and hash_digests(before) != self.index.base_check:
+        records = self.records
+        wanted = b"".join([records[name].base_check for name in before]).hex()
+        if wanted != "".join([found[: 2 * CHECK] for found in before.values()]):
+            for name, found in before.items():
+                if found[: 2 * CHECK] != records[name].base_check.hex():
+                    raise _foreign(name, found)
+        if len(before) == len(records) and hash_digests(before) != self.index.base_check:
             raise _foreign(next(iter(before), ""), "another")
 
     def check_after(self, after: Mapping[str, str]) -> None:
         """Compare digests of the result with those of the file. Raises `IntegrityError`."""
-        for name, found in after.items():
-            if found[: 2 * CHECK] != self.records[name].check.hex():
-                raise self._wrong(name)
-        if len(after) == len(self.records) and hash_digests(after) != self.index.check:
+        records = self.records
+        wanted = b"".join([records[name].check for name in after]).hex()
+        if wanted != "".join([found[: 2 * CHECK] for found in after.values()]):
+            raise self._wrong(
+                next(n for n, found in after.items() if found[: 2 * CHECK] != records[n].check.hex())
+            )
+        if len(after) == len(records) and hash_digests(after) != self.index.check:
             raise self._wrong(next(iter(after), ""))
 
     def _wrong(self, name: str) -> IntegrityError:

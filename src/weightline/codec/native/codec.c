@@ -35,7 +35,7 @@ typedef uint32_t u32;
 #define MAXCLASSES 256
 #define SPAN 255          /* changes between two looks at counters of a byte each */
 #define PAD 64            /* what a vector store may write beyond the end of a run of gaps */
-#define AHEAD 256         /* changes whose memory is asked for ahead */
+#define AHEAD 512         /* changes whose memory is asked for ahead */
 #define OVERHEAD (28 << 8) /* what a class costs in the tables, in 1/256 bit */
 enum { E_NONE, E_FAST, E_DENSE, E_RAW };
 enum { R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS, R_FIELDS };            /* rows of a scan */
@@ -832,6 +832,7 @@ static i64 FN(decode_chunk)(U *base, i64 total, const u64 *in, i64 bits, const i
     i64 at = 0;
     if (chunk[T_ENCODING] == E_FAST) {
         if ((at = get_positions(in, bits, s->gaps, pos, n, (int)chunk[T_K], total)) < 0) return -1;
+        for (i64 j = 0; j < n && j < AHEAD; j++) __builtin_prefetch(base + pos[j], 1); /* on their way while signs and sizes are read */
     } else {
         for (i64 c = 0; c < count; c++)
             if ((at = get_gaps(in, at, bits, s->gaps + start[c], end[c] - start[c], (int)cls[c * K_FIELDS + K_K])) < 0) return -1;
