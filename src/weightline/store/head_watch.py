@@ -2,13 +2,14 @@
 
 A writer holds the bits of the newest version in memory, so nothing else would tell it that the files are
 damaged, and every later delta would rest on a version that no engine can load. Each look costs one `stat` a
-file of the chain; a file that is not as it was is read again. Rot that leaves size and time alone is found by
-reading a piece of the chain at each look, in turn.
+file, of the newest files of the chain and of others in turn; a file that is not as it was is read again. Rot
+that leaves size and time alone is found by reading a piece of the chain at each look, in turn.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 PIECE = 256 << 10
 """Bytes that one look reads again: well below a millisecond of SHA-256 on a current CPU."""
+
+FILES = 8
+"""Files that one look reads at most."""
+STATS = 64
+"""Files that one look asks the size and time of: half of them the newest, the others in turn."""
 
 _Mark = tuple[int, int, int]
 
@@ -58,8 +64,9 @@ class HeadWatch:
         elif isinstance(store.place, MirrorPlace):
             self._roots = [half.root for half in store.place.halves]
         self._files: list[Kept] = []
-        self._seen: dict[Path, _Mark] = {}
+        self._seen: dict[str, _Mark] = {}
         self._turn = 0
+        self._next_stat = 0
         self._at = 0
         self._sha = hashlib.sha256()
 
@@ -93,13 +100,13 @@ class HeadWatch:
             self._next(0)
         self._files += files
         for file in files if trusted else ():
-            for root in self._roots:
-                if (mark := _mark(root / file.key)) is not None and mark[1] == file.nbytes:
-                    self._seen[root / file.key] = mark
+            for path in self._paths(file):
+                if (mark := _mark(path)) is not None and mark[1] == file.nbytes:
+                    self._seen[path] = mark
 
     def look(self) -> None:
         """Raises `IntegrityError` naming the file that is not what it was."""
-        for file in self._files:
+        for file in self._in_turn():
             if not self._whole(file):
                 raise IntegrityError(
                     f"{self._roots[0] / file.key}, on which the newest version rests, is damaged or missing",
@@ -107,15 +114,25 @@ class HeadWatch:
                 )
         self._read_on()
 
+    def _in_turn(self) -> list[Kept]:
+        """All files of a short chain; of a long one the newest, and others in turn."""
+        files = self._files
+        if len(files) <= STATS:
+            return files
+        older = len(files) - STATS // 2
+        first = self._next_stat % older
+        self._next_stat = first + STATS // 2
+        return [*files[older:], *files[first : min(self._next_stat, older)]]
+
     def _whole(self, file: Kept) -> bool:
-        for path in (root / file.key for root in self._roots):
+        for path in self._paths(file):
             mark = _mark(path)
             if mark is None or mark[1] != file.nbytes:
                 continue
             if self._seen.get(path) == mark:
                 return True
             try:
-                if sha256_of(path) == file.sha256:
+                if sha256_of(Path(path)) == file.sha256:
                     self._seen[path] = mark
                     return True
             except OSError:
@@ -125,9 +142,9 @@ class HeadWatch:
     def _read_on(self) -> None:
         """Read the next piece of the chain; a file that turns out to be another is judged in full."""
         left = PIECE
-        for _ in range(len(self._files)):
+        for _ in range(min(FILES, len(self._files))):
             file = self._files[self._turn]
-            path = next((p for p in (root / file.key for root in self._roots) if p in self._seen), None)
+            path = next((p for p in self._paths(file) if p in self._seen), None)
             data = _piece(path, self._at, left) if path is not None else b""
             self._sha.update(data)
             self._at += len(data)
@@ -143,21 +160,24 @@ class HeadWatch:
                 return None
         return None
 
+    def _paths(self, file: Kept) -> list[str]:
+        return [f"{root}/{file.key}" for root in self._roots]
+
     def _next(self, turn: int) -> None:
         self._turn, self._at, self._sha = turn, 0, hashlib.sha256()
 
 
-def _mark(path: Path) -> _Mark | None:
+def _mark(path: str) -> _Mark | None:
     try:
-        stat = path.stat()
+        stat = os.stat(path)  # noqa: PTH116 - hundreds of them at each commit
     except OSError:
         return None
     return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
-def _piece(path: Path, at: int, nbytes: int) -> bytes:
+def _piece(path: str, at: int, nbytes: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             file.seek(at)
             return file.read(nbytes)
     except OSError:
