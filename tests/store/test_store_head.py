@@ -87,16 +87,6 @@ def test_rot_that_leaves_size_and_time_alone_is_found_within_a_turn(
     assert same(Store.open(store.root).load(3 + turn), large(3 + turn))
 
 
-def test_of_a_long_chain_every_file_has_its_turn(
-    store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch, same: Any
-) -> None:
-    monkeypatch.setattr("weightline.store.head_watch.STATS", 4)
-    (store.root / store.record(2).folder / "delta.safetensors").unlink()
-    kinds = [writer.commit(large(4 + k), step=4 + k).kind for k in range(4)]
-    assert kinds.count("anchor") == 1
-    assert same(Store.open(store.root).load(7), large(7))
-
-
 def test_a_file_that_is_put_back_as_it_was_is_no_damage(store: Store, writer: Writer) -> None:
     folder = store.root / store.record(3).folder
     shutil.copytree(folder, folder.with_name("copy"))

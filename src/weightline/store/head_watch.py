@@ -2,8 +2,8 @@
 
 A writer holds the bits of the newest version in memory, so nothing else would tell it that the files are
 damaged, and every later delta would rest on a version that no engine can load. Each look costs one `stat` a
-file, of the newest files of the chain and of others in turn; a file that is not as it was is read again. Rot
-that leaves size and time alone is found by reading a piece of the chain at each look, in turn.
+file of the chain; a file that is not as it was is read again. Rot that leaves size and time alone is found by
+reading a piece of the chain at each look, in turn.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ PIECE = 256 << 10
 
 FILES = 8
 """Files that one look reads at most."""
-STATS = 64
-"""Files that one look asks the size and time of: half of them the newest, the others in turn."""
 
 _Mark = tuple[int, int, int]
 
@@ -66,7 +64,6 @@ class HeadWatch:
         self._files: list[Kept] = []
         self._seen: dict[str, _Mark] = {}
         self._turn = 0
-        self._next_stat = 0
         self._at = 0
         self._sha = hashlib.sha256()
 
@@ -106,23 +103,13 @@ class HeadWatch:
 
     def look(self) -> None:
         """Raises `IntegrityError` naming the file that is not what it was."""
-        for file in self._in_turn():
+        for file in self._files:
             if not self._whole(file):
                 raise IntegrityError(
                     f"{self._roots[0] / file.key}, on which the newest version rests, is damaged or missing",
                     hint="run `weightline verify`; versions from here on do not rest on it",
                 )
         self._read_on()
-
-    def _in_turn(self) -> list[Kept]:
-        """All files of a short chain; of a long one the newest, and others in turn."""
-        files = self._files
-        if len(files) <= STATS:
-            return files
-        older = len(files) - STATS // 2
-        first = self._next_stat % older
-        self._next_stat = first + STATS // 2
-        return [*files[older:], *files[first : min(self._next_stat, older)]]
 
     def _whole(self, file: Kept) -> bool:
         for path in self._paths(file):
