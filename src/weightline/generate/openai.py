@@ -7,6 +7,7 @@ stream on its last chunk.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import msgspec
@@ -199,7 +200,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-class _Answers:
+class _Answers(ABC):
     """What both routes share: one submission, as one answer or as the events of a stream."""
 
     kind: Literal["text_completion", "chat.completion"]
@@ -272,11 +273,11 @@ class _Answers:
     def _stream_kind(self) -> str:
         return self.kind if self.kind == "text_completion" else f"{self.kind}.chunk"
 
-    def _choice(self, place: int, final: Completion) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, place: int, final: Completion) -> dict[str, Any]: ...
 
-    def _delta(self, place: int, chunk: Chunk) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _delta(self, place: int, chunk: Chunk) -> dict[str, Any]: ...
 
 
 class CompletionAnswers(_Answers):
