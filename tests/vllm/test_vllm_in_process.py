@@ -33,7 +33,7 @@ def test_three_refits_equal_a_fresh_load_and_step_back(
     for seed in (1, 2, 3):
         versions.append(nudged(versions[-1], seed))
     with loaded(folder, dtype=dtype) as live:
-        refused = {p.name: p.refusal for p in live.engine.weights.places.values() if p.refusal}
+        refused = {p.name: p.refusal for p in live.engine.front.weights.places.values() if p.refusal}
         assert refused == {}
         pointers = {name: p.data_ptr() for name, p in live.model.named_parameters()}
         driver = Driver(live.engine, runtime)
@@ -47,11 +47,11 @@ def test_three_refits_equal_a_fresh_load_and_step_back(
         names = sorted(versions[3])
         found = driver.ask("digests", names=names)["digests"]
         assert found == {name: codec.digest_of(codec.bits_of(versions[3][name])) for name in names}
-        session = driver.engine.refits.session.id
-        assert driver.engine.refits.identity.version == 3
+        session = driver.engine.front.refits.session.id
+        assert driver.engine.front.refits.identity.version == 3
         driver.ask("rollback", session=session)
         assert differing(state(live.model), seen[2]) == []
-        assert driver.engine.refits.identity.version == 2
+        assert driver.engine.front.refits.identity.version == 2
         driver.ask("close", session=session)
         driver.refit(codec.diff(versions[2], versions[3]), 3, 2)
         assert differing(state(live.model), seen[3]) == []
@@ -108,7 +108,7 @@ def test_every_misfit_is_listed_and_nothing_is_touched(tiny: Callable[..., Path]
         assert all(name in caught.value.message for name in wrong)
         assert "cannot hold it exactly" in caught.value.message
         assert differing(before, state(live.model)) == []
-        assert live.engine.refits.session is None
+        assert live.engine.front.refits.session is None
 
 
 def test_a_failure_between_two_writes_puts_the_old_bits_back(
@@ -119,7 +119,7 @@ def test_a_failure_between_two_writes_puts_the_old_bits_back(
     with loaded(folder) as live:
         before = state(live.model)
         driver = Driver(live.engine, runtime)
-        refits = live.engine.refits
+        refits = live.engine.front.refits
 
         def fault(where: str) -> None:
             if where == "apply:7":
@@ -147,7 +147,7 @@ def test_ending_vllms_session_without_apply_commits_nothing(tiny: Callable[..., 
         driver.prepare(codec.full(nudged(read_folder(folder), 1)), 1, None)
         live.engine.start_weight_update()
         live.engine.finish_weight_update()
-        assert live.engine.refits.identity.version is None
+        assert live.engine.front.refits.identity.version is None
 
 
 def test_closing_an_applied_session_takes_it_back(tiny: Callable[..., Path], runtime: Path) -> None:
@@ -162,7 +162,7 @@ def test_closing_an_applied_session_takes_it_back(tiny: Callable[..., Path], run
         driver.ask("close", session=session)
         live.engine.finish_weight_update()
         assert differing(before, state(live.model)) == []
-        assert live.engine.refits.identity.version is None
+        assert live.engine.front.refits.identity.version is None
 
 
 def test_a_second_follower_waits_and_a_wrong_base_is_refused(
@@ -176,8 +176,8 @@ def test_a_second_follower_waits_and_a_wrong_base_is_refused(
         first.prepare(codec.full(new), 1, None)
         with pytest.raises(ConflictError, match="held by follower-1"):
             second.prepare(codec.full(new), 1, None)
-        now = live.engine.refits.clock()
-        live.engine.refits.clock = lambda: now + 31.0
+        now = live.engine.front.refits.clock()
+        live.engine.front.refits.clock = lambda: now + 31.0
         second.refit(codec.full(new), 1, None)
         with pytest.raises(RefitError, match="the delta is against version 7"):
             second.prepare(codec.diff(weights, new), 8, 7)
@@ -212,10 +212,10 @@ def test_the_rotating_check_quarantines_an_engine_whose_bytes_rot(
         with torch.no_grad():
             live.model.model.norm.weight.add_(1.0)
         for _ in range(len(new)):
-            live.engine._rotate()
-        assert "model.norm.weight" in live.engine.refits.quarantined
+            live.engine.front.rotate()
+        assert "model.norm.weight" in live.engine.front.refits.quarantined
         driver.ask("close", session=driver.refit(codec.full(new), 1, None))
-        assert live.engine.refits.quarantined == ""
+        assert live.engine.front.refits.quarantined == ""
 
 
 def test_a_damaged_refit_file_is_refused(tiny: Callable[..., Path], runtime: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_damaged_refit_file_is_refused(tiny: Callable[..., Path], runtime: Pat
                 have=None,
                 holder="f",
             )
-        assert live.engine.refits.session is None
+        assert live.engine.front.refits.session is None
 
 
 def test_without_the_trap_packed_modules_are_found_and_refused(
@@ -249,7 +249,7 @@ def test_without_the_trap_packed_modules_are_found_and_refused(
     monkeypatch.setattr(ops, "_supports_onednn", True)
     folder = tiny("qwen3", tie=True)
     with loaded(folder) as live:
-        places = live.engine.weights.places
+        places = live.engine.front.weights.places
         reason = places["model.embed_tokens.weight"].refusal
         assert "ParallelLMHead does not compute with its live weight" in reason
         linears = [n for n in places if ".mlp." in n or n.endswith(("q_proj.weight", "o_proj.weight"))]
@@ -296,7 +296,7 @@ def test_several_engines_behind_one_url_are_told_apart_and_refused(tiny: Callabl
             if request.url.path == "/is_paused":
                 return httpx.Response(200, json={"is_paused": False})
             engine, body = engines[turn[0] % 2], json.loads(request.content)
-            engine.weights.proved.wait()
+            engine.front.weights.proved.wait()
             engine.init_transfer_engine(engine.parse_init_info(body["init_info"]))
             return httpx.Response(200, json={})
 

@@ -94,7 +94,7 @@ def test_registering_imports_nothing_heavy_and_the_plugin_only_torch_and_numpy()
         "import weightline.plugins.vllm\n"
         "light = {m.split('.')[0] for m in set(sys.modules) - before}\n"
         "assert light <= {'weightline', 'logging', '__future__'} | set(sys.stdlib_module_names), light\n"
-        "import weightline.plugins.vllm.session, weightline.plugins.vllm.watchdog\n"
+        "import weightline.plugins.session, weightline.plugins.watchdog\n"
         "ours = {m for m in sys.modules if m.startswith('weightline.')}\n"
         "allowed = ('weightline.plugins', 'weightline.errors')\n"
         "assert all(m.startswith(allowed) for m in ours), ours\n"
@@ -127,6 +127,6 @@ def test_configurations_that_refits_are_not_offered_for_are_all_named(
         "an encoder-cache connector is configured",
     ]
     with loaded(tiny("qwen3")) as live:
-        live.engine.refusals += found
+        live.engine.front.refusals += found
         with pytest.raises(InvalidInput, match="tensor-parallel size 2 is not supported; data-parallel"):
             Driver(live.engine, runtime).ask("hello")

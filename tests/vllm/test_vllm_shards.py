@@ -17,8 +17,8 @@ from vllm_models import configure, groups, loaded
 from weightline import codec
 from weightline.errors import RefitError
 from weightline.plugins import sums
-from weightline.plugins.vllm.places import Live, Place, read_box, sources
-from weightline.plugins.vllm.trace import trace_loaders
+from weightline.plugins.places import Live, Place, read_box, sources
+from weightline.plugins.trace import trace_loaders
 
 pytestmark = pytest.mark.vllm
 
@@ -194,8 +194,8 @@ def test_packed_three_dimensional_experts_are_placed_like_single_ones(
         wanted = state(live.model)
     copy = with_weights(folder, packed)
     with loaded(copy) as live:
-        places = live.engine.weights.places
-        live.engine.weights.proved.wait()
+        places = live.engine.front.weights.places
+        live.engine.front.weights.proved.wait()
         assert {name: p.refusal for name, p in places.items() if p.refusal} == {}
         assert set(places) == set(packed)
         assert all(torch.equal(state(live.model)[n], t) for n, t in wanted.items() if "experts" in n)

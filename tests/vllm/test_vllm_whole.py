@@ -107,8 +107,8 @@ def test_packed_linears_and_a_tied_head_take_three_versions_and_step_back(
     folder = tiny(arch, tie=tie)
     versions = versions_of(folder)
     with loaded(folder) as live:
-        live.engine.weights.proved.wait()
-        places = live.engine.weights.places
+        live.engine.front.weights.proved.wait()
+        places = live.engine.front.weights.places
         assert {n: p.refusal for n, p in places.items() if p.refusal and p.group is None} == {}
         assert set(places) == set(versions[0])
         emptied = [
@@ -160,8 +160,8 @@ def test_absorbed_mla_is_made_anew_from_whole_modules(
     folder = mla_folder(tiny, tmp_path / "mla")
     versions = versions_of(folder, 2)
     with loaded(folder, dtype="bfloat16") as live:
-        live.engine.weights.proved.wait()
-        places = live.engine.weights.places
+        live.engine.front.weights.proved.wait()
+        places = live.engine.front.weights.places
         assert {n: p.refusal for n, p in places.items() if p.refusal and p.group is None} == {}
         whole = {name for name, place in places.items() if place.group is not None}
         assert {f"model.layers.{k}.self_attn.kv_b_proj.weight" for k in (0, 1)} <= whole < set(places)
@@ -186,7 +186,7 @@ def test_half_a_fused_module_is_refused_by_the_name_that_is_missing(
     versions = versions_of(folder, 1)
     with loaded(folder) as live:
         before, driver = answers(live), Whole(live.engine, runtime)
-        live.engine.weights.proved.wait()
+        live.engine.front.weights.proved.wait()
         missing = "model.layers.0.self_attn.k_proj.weight"
         delta, entries = driver.order(None, versions[1], leave_out=missing)
         with pytest.raises(RefitError, match=r"1 tensors cannot be loaded: .*k_proj.*missing: it goes with"):
@@ -204,8 +204,8 @@ def test_a_load_that_fails_is_undone_from_the_version_before(
     folder = tiny("qwen3", tie=True)
     versions = versions_of(folder, 2)
     with loaded(folder) as live:
-        live.engine.weights.proved.wait()
-        driver, refits = Whole(live.engine, runtime), live.engine.refits
+        live.engine.front.weights.proved.wait()
+        driver, refits = Whole(live.engine, runtime), live.engine.front.refits
         driver.ask("close", session=driver.move(None, versions[1], 1))
         before = answers(live)
         delta, entries = driver.order(versions[1], versions[2])
@@ -267,8 +267,8 @@ def test_without_the_weights_of_before_a_failed_load_quarantines_and_a_full_one_
     folder = tiny("llama")
     versions = versions_of(folder, 2)
     with loaded(folder) as live:
-        live.engine.weights.proved.wait()
-        driver, refits = Whole(live.engine, runtime), live.engine.refits
+        live.engine.front.weights.proved.wait()
+        driver, refits = Whole(live.engine, runtime), live.engine.front.refits
         driver.ask("close", session=driver.move(None, versions[1], 1))
         delta, entries = driver.order(None, versions[2])
         session = driver.prepare(delta, 2, None, whole=entries)["session"]
@@ -292,7 +292,7 @@ def test_bytes_that_are_not_the_versions_never_reach_a_loader(
     versions = versions_of(folder, 1)
     with loaded(folder) as live:
         before, driver = answers(live), Whole(live.engine, runtime)
-        live.engine.weights.proved.wait()
+        live.engine.front.weights.proved.wait()
         delta, entries = driver.order(None, versions[1])
         path = Path(entries[3]["path"])
         data = bytearray(path.read_bytes())
@@ -303,5 +303,5 @@ def test_bytes_that_are_not_the_versions_never_reach_a_loader(
         path.write_bytes(data[:-2])
         with pytest.raises(IntegrityError, match="bytes, not"):
             driver.prepare(delta, 1, None, whole=entries)
-        assert live.engine.refits.session is None
+        assert live.engine.front.refits.session is None
         assert differing(before, answers(live)) == []

@@ -11,7 +11,7 @@ import torch
 
 from weightline.plugins.bits import NAMES
 from weightline.plugins.exchange import Refused
-from weightline.plugins.vllm.groups import Group
+from weightline.plugins.groups import Group
 
 COLUMNS = 3
 """Columns of a linear that are compared with the loader's input after a load."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from weightline.plugins.bits import SIGNED
-from weightline.plugins.vllm.places import Packing
+from weightline.plugins.places import Packing
 
 _learned: dict[tuple[Any, ...], Packing | None] = {}
 

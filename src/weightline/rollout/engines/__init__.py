@@ -28,7 +28,7 @@ def open_engine(engine: str, *, holder: str, runtime_dir: Path | None = None) ->
 
     `runtime_dir`: a folder that the engine sees under the same path, for what it is handed as a file.
 
-    Raises `InvalidInput` for a kind that is unknown or has no adapter yet, and for a malformed URL.
+    Raises `InvalidInput` for a kind that is unknown and for a malformed URL.
     """
     kind, separator, url = engine.partition("=")
     hint = f"write KIND=URL with one of {', '.join(KINDS)}, for example embedded=http://127.0.0.1:8000"
@@ -40,9 +40,8 @@ def open_engine(engine: str, *, holder: str, runtime_dir: Path | None = None) ->
         from weightline.rollout.engines.vllm import VllmEngine
 
         return VllmEngine(url, holder=holder, runtime_dir=runtime_dir)
-    if kind != "embedded":
-        raise InvalidInput(
-            f"engine kind {kind!r} has no adapter in this release",
-            hint="the SGLang adapter is a later issue; these work: embedded=URL, vllm=URL",
-        )
+    if kind == "sglang":
+        from weightline.rollout.engines.sglang import SglangEngine
+
+        return SglangEngine(url, holder=holder, runtime_dir=runtime_dir)
     return EmbeddedEngine(url, holder=holder)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from weightline.plugins import bits as dtypes
-from weightline.plugins import sums
+from weightline.plugins import proof, sums, trace, whole
 from weightline.plugins.bits import Bits
 from weightline.plugins.exchange import Change, Refused
-from weightline.plugins.vllm import packing, proof, trace, whole
-from weightline.plugins.vllm.folder import Stored
-from weightline.plugins.vllm.places import Box, Index, Live, Misfit, Place, read_box, sources
+from weightline.plugins.folder import Stored
+from weightline.plugins.kind import Kind
+from weightline.plugins.places import Box, Index, Live, Misfit, Place, read_box, sources
 
 CHUNK = 1 << 18
 """Elements compared or digested at a time."""
@@ -66,7 +66,8 @@ class Planned:
 class LiveWeights:
     """All places of one model. `prove()` must have run before the first `plan`."""
 
-    def __init__(self, model: Any, stored: list[Stored], vllm_config: Any) -> None:
+    def __init__(self, kind: Kind, model: Any, stored: list[Stored]) -> None:
+        self.kind = kind
         self.generation = 0
         self.writing = 0
         self.stored = {tensor.name: tensor for tensor in stored}
@@ -78,7 +79,7 @@ class LiveWeights:
         self._live: dict[str, Live] = {}
         specs = [(t.name, t.dtype, t.shape) for t in stored]
         traced = trace.trace_loaders(model, specs)
-        self.whole = whole.WholeModules(model, vllm_config, whole.homes(model, specs))
+        self.whole = whole.WholeModules(kind, model, whole.homes(model, specs))
         self._refusals = self._open(model, traced)
         for tensor in stored:
             self._add(tensor, traced)
@@ -111,8 +112,10 @@ class LiveWeights:
                 refusals.setdefault(key, str(error))
                 continue
             for _, module, attribute in modules.get(address, []):
-                live.packing = live.packing or packing.learn(module, attribute)
-                reason = derived.get(id(module), ("", ""))[0] or proof.why_not_alive(module, attribute)
+                live.packing = live.packing or self.kind.packing(module, attribute)
+                reason = derived.get(id(module), ("", ""))[0] or proof.why_not_alive(
+                    self.kind, module, attribute
+                )
                 if reason:
                     refusals.setdefault(key, reason)
         return refusals
@@ -236,7 +239,7 @@ class LiveWeights:
         if misses:
             raise Refused(
                 f"{len(misses)} tensors cannot be written: {'; '.join(misses)}",
-                hint='see docs/engines/vllm.md, "What is refused"',
+                hint=f'see docs/engines/{self.kind.name}.md, "What is refused"',
             )
         done: dict[str, Change] = {}
         planned = []

@@ -36,7 +36,7 @@ class Stored:
 
 
 def find(model: str, revision: str | None = None) -> Path:
-    """The folder of a model that vLLM was given by path or hub name. Raises `Refused`."""
+    """The folder of a model that the engine was given by path or hub name. Raises `Refused`."""
     folder = Path(model)
     if not folder.is_dir():
         try:

@@ -135,7 +135,7 @@ class Place:
     lossy: bool = False
     """The refusal is about its dtype: no way in would be exact."""
     group: int | None = None
-    """It goes with this group of whole modules, through vLLM's loaders (`whole.Group`)."""
+    """It goes with this group of whole modules, through the engine's loaders (`whole.Group`)."""
 
     @property
     def count(self) -> int:

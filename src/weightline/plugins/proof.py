@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from weightline.plugins.kind import Kind
+
 
 def modules_of(model: torch.nn.Module) -> dict[int, list[tuple[str, torch.nn.Module, str]]]:
     """Storage address -> every (module path, module, attribute) that holds it: tied parameters have
@@ -30,19 +32,19 @@ def modules_of(model: torch.nn.Module) -> dict[int, list[tuple[str, torch.nn.Mod
     return found
 
 
-def why_not_alive(module: torch.nn.Module, attribute: str) -> str:
+def why_not_alive(kind: Kind, module: torch.nn.Module, attribute: str) -> str:
     """Empty when the module was shown to compute with the live storage of `attribute`; else the reason."""
-    kind = type(module).__name__
-    probe = _probe_for(module, attribute)
+    name = type(module).__name__
+    probe = _probe_for(kind, module, attribute)
     if probe is None:
-        return f"{kind}.{attribute} has no probe: it may process its weights after loading"
+        return f"{name}.{attribute} has no probe: it may process its weights after loading"
     try:
         with torch.no_grad():
             for part, run in probe:
                 if not _follows(part, run):
-                    return f"{kind} does not compute with its live {attribute} (packed after loading)"
+                    return f"{name} does not compute with its live {attribute} (packed after loading)"
     except Exception as error:  # noqa: BLE001  the probe drives code of all kinds; what fails is not proved
-        return f"{kind}.{attribute}: its probe failed ({type(error).__name__}: {error})"
+        return f"{name}.{attribute}: its probe failed ({type(error).__name__}: {error})"
     return ""
 
 
@@ -64,35 +66,21 @@ def _follows(part: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
 _Probe = Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 
 
-def _probe_for(module: Any, attribute: str) -> _Probe | None:
+def _probe_for(kind: Kind, module: Any, attribute: str) -> _Probe | None:
     method = getattr(module, "quant_method", None)
     tensor = getattr(module, attribute)
     if attribute in ("w13_weight", "w2_weight") and hasattr(method, "apply"):
-        return _experts(module, method, tensor)
+        return _experts(kind, module, tensor)
     if attribute == "weight" and tensor.ndim == 2:
-        if _is_embedding(module):
+        if kind.is_embedding(module):
             return _embedding(module, method, tensor)
         if hasattr(method, "apply"):
             return _linear(module, method, tensor)
     if attribute == "bias" and tensor.ndim == 1 and hasattr(method, "apply"):
         return _bias(module, method, tensor)
-    if attribute in ("weight", "bias") and tensor.ndim == 1 and _is_norm(module):
+    if attribute in ("weight", "bias") and tensor.ndim == 1 and kind.is_norm(module):
         return _norm(module, tensor)
     return None
-
-
-def _is_embedding(module: Any) -> bool:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-
-
-def _is_norm(module: Any) -> bool:
-    from vllm.model_executor.layers import layernorm
-
-    names = ("RMSNorm", "GemmaRMSNorm", "LayerNorm")
-    kinds = tuple(getattr(layernorm, name) for name in names if hasattr(layernorm, name))
-    return isinstance(module, (*kinds, torch.nn.LayerNorm))
 
 
 def _ends(count: int) -> tuple[int, ...]:
@@ -124,25 +112,15 @@ def _norm(module: Any, tensor: torch.Tensor) -> _Probe:
     yield tensor.data, lambda: module(x.clone())
 
 
-def _experts(module: Any, method: Any, weight: torch.Tensor) -> _Probe:
+def _experts(kind: Kind, module: Any, weight: torch.Tensor) -> _Probe:
     experts, hidden = weight.shape[0], module.w2_weight.shape[1]
     for expert in _ends(experts):
         x = torch.linspace(-1, 1, hidden, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
-        scores = torch.ones(1, 1, dtype=torch.float32, device=weight.device)
-        chosen = torch.full((1, 1), expert, dtype=torch.int32, device=weight.device)
-        run = functools.partial(_routed, module, method, x, scores, chosen)
-        yield weight.data[expert], run
+        yield weight.data[expert], functools.partial(kind.route, module, x, expert)
 
 
 def _applied(module: Any, method: Any, x: torch.Tensor, row: int) -> torch.Tensor:
     answer: torch.Tensor = method.apply(module, x, None)[0, row]
-    return answer
-
-
-def _routed(
-    module: Any, method: Any, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor
-) -> torch.Tensor:
-    answer: torch.Tensor = method.apply(module, x.clone(), scores, chosen, None, None)
     return answer
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from weightline.plugins.bits import TORCH
+from weightline.plugins.kind import Kind
 
 Specs = Iterable[tuple[str, str, tuple[int, ...]]]
 
@@ -77,20 +78,18 @@ def _replace_loader(tensor: torch.Tensor, loader: Callable[..., bool]) -> Callab
     return back
 
 
-def owners_of(model: Any, derived: Mapping[int, str]) -> tuple[dict[str, str], set[str]]:
+def owners_of(kind: Kind, model: Any, derived: Mapping[int, str]) -> tuple[dict[str, str], set[str]]:
     """Module path -> path of the module above that processes or keeps what is made from its weights; and
-    those of the latter that vLLM has no hook for to do it again.
+    those of the latter that the engine has no hook for to do it again.
 
-    `derived`: see `proof.derived`. An attention that vLLM processes after all other modules counts whether
+    `derived`: see `proof.derived`. An attention that the engine processes after all others counts whether
     or not it made anything: it may look at the weights of the modules below it.
     """
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
     path_of = {id(module): path for path, module in model.named_modules()}
     owners = {path_of[key]: owner for key, owner in derived.items() if path_of[key] != owner}
     hooked = set()
     for path, module in model.named_modules():
-        if is_deferred_attention_layer(module):
+        if kind.deferred(module):
             hooked.add(path)
             for below in module.modules():
                 if below is not module:

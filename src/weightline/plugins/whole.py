@@ -1,4 +1,4 @@
-"""Modules that are not plain: their weights go through vLLM's own loaders, whole modules at a time.
+"""Modules that are not plain: their weights go through the engine's own loaders, whole modules at a time.
 
 What is loaded is proved at the door: the digest of every tensor that the loader is given. From outside, a
 packed module can only be asked what it answers (`loading`). The way back is the same way with the tensors of
@@ -19,10 +19,10 @@ import torch
 from weightline.plugins import sums
 from weightline.plugins.bits import SIGNED, TORCH, Bits, holds, width
 from weightline.plugins.exchange import Refused, WholeTensor, map_bits
-from weightline.plugins.vllm.folder import Stored
-from weightline.plugins.vllm.groups import Group, grouped, homes, owners_of
-from weightline.plugins.vllm.loading import WholeLoader
-from weightline.plugins.vllm.places import Place
+from weightline.plugins.folder import Stored
+from weightline.plugins.groups import Group, grouped, homes, owners_of
+from weightline.plugins.kind import Kind
+from weightline.plugins.places import Place
 
 __all__ = ["WholeModules", "WholePlan", "homes"]
 
@@ -46,20 +46,20 @@ class WholePlan:
 class WholeModules:
     """The groups of one model, and what their loaders were last given."""
 
-    def __init__(self, model: Any, vllm_config: Any, where: Mapping[str, set[str]]) -> None:
-        self.model, self.homes = model, where
+    def __init__(self, kind: Kind, model: Any, where: Mapping[str, set[str]]) -> None:
+        self.kind, self.model, self.homes = kind, model, where
         self.derived: dict[int, str] = {}
         """See `proof.derived`: id of a module -> path of the module that made tensors from its weights."""
         self.groups: list[Group] = []
         self.given: dict[str, sums.Lanes] = {}
         """Digest of what each tensor's loader was last given; at first, of the model folder."""
         self._folder: dict[str, Stored] = {}
-        self._loader = WholeLoader(model, vllm_config)
+        self._loader = kind.loader(model)
 
     def group(self, places: Mapping[str, Place], stored: Mapping[str, Stored]) -> None:
         """Put every place that may not be written directly into a group, if its loaders can be used."""
         refused = [place.name for place in places.values() if place.refusal]
-        owners, stubborn = owners_of(self.model, self.derived)
+        owners, stubborn = owners_of(self.kind, self.model, self.derived)
         for group in grouped(self.model, refused, self.homes, owners):
             for owner in sorted(group.owners & stubborn):
                 group.refusal = f"{owner} keeps tensors made from it, and has no way to make them again"
@@ -121,7 +121,7 @@ class WholeModules:
         if misses:
             raise Refused(
                 f"{len(misses)} tensors cannot be loaded: {'; '.join(misses)}",
-                hint='see docs/engines/vllm.md, "What is refused"',
+                hint=f'see docs/engines/{self.kind.name}.md, "What is refused"',
             )
         new, lanes = {}, {}
         for entry in wanted.values():

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightline.plugins.bits import TORCH
-from weightline.plugins.vllm.places import Box, Misfit, make_box
+from weightline.plugins.places import Box, Misfit, make_box
 
 _ALIASING = ("aten::_to_copy", "aten::clone", "aten::contiguous", "aten::detach")
 _PADDING = ("aten::fill_", "aten::zero_")

@@ -1,7 +1,8 @@
-"""How a follower speaks to a vLLM server with the weightline plugin: its own HTTP routes, answers in files.
+"""How a follower speaks to a server with a weightline plugin inside: the engine's own HTTP routes, answers in
+files.
 
-vLLM's update routes return nothing, so a request names a file in the follower's runtime folder and the plugin
-writes its answer there: server and follower must see that folder under the same path.
+A request names a file in the follower's runtime folder and the plugin writes its answer there: server and
+follower must see that folder under the same path.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -25,15 +26,17 @@ DATA_TIMEOUT = 600.0
 """Seconds for a call that reads, writes or digests weights."""
 POLL = 0.002
 """Seconds between two looks for an answer that a background job of the plugin writes."""
-DEV_HINT = (
-    'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend":"weightline"}\', '
-    "with weightline installed beside vLLM"
-)
 
 
-class VllmWire:
+class PluginWire:
     """One server. Raises `Unavailable` (no answer), `InvalidInput` (not such a server), `RefitError`,
     `ConflictError`."""
+
+    kind: ClassVar[str]
+    hint: ClassVar[str]
+    """How to start such a server, for whoever started another one."""
+    alive: ClassVar[str]
+    """A route that answers at once, whatever the engine does."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class VllmWire:
         if self._folder is None:
             from weightline.rollout.replica import Replica
 
-            self._folder = Replica("vllm", self.holder, parent=self._runtime_dir)
+            self._folder = Replica(self.kind, self.holder, parent=self._runtime_dir)
         return Path(self._folder.folder)
 
     def close(self) -> None:
@@ -90,29 +93,30 @@ class VllmWire:
             self._folder = None
 
     def get(self, path: str) -> dict[str, Any]:
-        """A GET of one of vLLM's routes."""
+        """A GET of one of the engine's own routes."""
         return self._call("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A POST to one of vLLM's routes."""
+        """A POST to one of the engine's own routes."""
         return self._call("POST", path, body)
 
     def ask(self, action: str, *, update: bool = False, **fields: Any) -> dict[str, Any]:
-        """A request to the plugin and its answer. `update`: as one of vLLM's weight updates, inside its
-        session; else at any time."""
+        """A request to the plugin and its answer. `update`: as one of the engine's own weight updates, where
+        it knows sessions; else at any time."""
         path = self.folder / f"{action}-{uuid.uuid4().hex[:12]}.json"
         request = {"action": action, "answer": str(path), **fields}
         try:
-            if update:
-                self._call("POST", "/update_weights", {"update_info": request})
-            else:
-                self._call("POST", "/init_weight_transfer_engine", {"init_info": request})
+            self.carry(request, update=update)
             answer = self._answer(path, background=action in ("prepare", "digests"))
         finally:
             path.unlink(missing_ok=True)
         if "error" in answer:
             raise from_dict(answer["error"])
         return answer
+
+    def carry(self, request: dict[str, Any], *, update: bool) -> None:
+        """Bring `request` to the plugin over one of the engine's own routes."""
+        raise NotImplementedError
 
     def _answer(self, path: Path, *, background: bool) -> dict[str, Any]:
         deadline = time.monotonic() + (self._data if background else 1.0)
@@ -127,13 +131,11 @@ class VllmWire:
                 raise RefitError(
                     f"engine {self.url}: the plugin left no answer in {path.parent}",
                     engine_state="unknown",
-                    hint="server and follower must see that folder under the same path (and "
-                    + DEV_HINT
-                    + ")",
+                    hint=f"server and follower must see that folder under the same path (and {self.hint})",
                 )
             if now - looked > 5.0:
                 looked = now
-                self.get("/weight_info")  # raises when the server is gone: no answer will come any more
+                self.get(self.alive)  # raises when the server is gone: no answer will come any more
             time.sleep(POLL)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -147,7 +149,7 @@ class VllmWire:
                 f"engine {self.url}: {path}: {what}", hint="is the engine running at that address?"
             ) from None
         if response.status_code >= 500 and self._transport is None:
-            # vLLM's server drops the connection after an error without saying so in the answer.
+            # A server may drop the connection after an error without saying so in the answer.
             self._http.close()
             self._http = self._client()
         if response.status_code >= 400:
@@ -160,12 +162,12 @@ class VllmWire:
     def _refusal(self, path: str, status: int, text: str) -> WeightlineError:
         message = f"engine {self.url}: {path}: HTTP {status}"
         if status in (404, 405):
-            return InvalidInput(message, hint=DEV_HINT)
+            return InvalidInput(message, hint=self.hint)
         if status == 409:
             return ConflictError(message)
         if status in (502, 503, 504):
             return Unavailable(message, hint="the engine is starting or stopping")
         detail = " ".join(text.split())[:300]
         return RefitError(
-            f"{message}: {detail}", engine_state="unknown", hint="see the engine's log; " + DEV_HINT
+            f"{message}: {detail}", engine_state="unknown", hint=f"see the engine's log; {self.hint}"
         )

@@ -1,7 +1,7 @@
 """One refit of the live weights: prepared, applied (and read back), committed; with a way back from each.
 
 `apply`, `commit` and `rollback` run on the worker's main thread, between two steps of the engine, because
-vLLM calls them there. `prepare` runs on a background thread while the engine serves: it only reads.
+the engine calls them there. `prepare` runs on a background thread while the engine serves: it only reads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from uuid import uuid4
 
 from weightline.plugins import sums
 from weightline.plugins.exchange import Refused, WholeTensor, read_refit
-from weightline.plugins.vllm.live import LiveWeights, Planned, Write
-from weightline.plugins.vllm.whole import WholePlan
+from weightline.plugins.live import LiveWeights, Planned, Write
+from weightline.plugins.whole import WholePlan
 
 State = Literal["preparing", "prepared", "applied", "committed", "rolled_back"]
 
@@ -47,6 +47,8 @@ class Session:
     state: State = "preparing"
     pausing: bool = False
     """Its holder said that it pauses the engine: whoever ends the session ends that pause."""
+    labelled: bool = False
+    """It was committed once: the engine's label may be the new one, even after a rollback."""
     planned: list[Planned] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     carried: dict[str, sums.Lanes] = field(default_factory=dict)
@@ -195,7 +197,7 @@ class Refits:
         return session.elements
 
     def commit(self) -> None:
-        """vLLM's session ended: what was applied is what the engine serves from now on."""
+        """The label is about to move: what was applied is what the engine serves from now on."""
         session = self.session
         if session is None or session.state != "applied":
             return
@@ -208,6 +210,7 @@ class Refits:
         if session.whole is not None:
             self.weights.whole.commit(session.whole)
         self.identity, self.quarantined, session.state = session.order, "", "committed"
+        session.labelled = True
 
     def rollback(self, session_id: str) -> None:
         """Old bits and old identity again. Raises `Refused("unknown")` when the old bits do not come back."""
@@ -253,6 +256,16 @@ class Refits:
                 self._restore(session)
         finally:
             self.session = None
+
+    def foreign(self, how: str) -> None:
+        """Somebody else wrote weights, over a way of the engine's own: nothing is known of them."""
+        session = self.session
+        self.identity = Identity()
+        self.weights.carried.clear()
+        if session is not None and session.state in ("applied", "committed"):
+            self.quarantine(f"{how} wrote into the middle of a refit")
+        elif session is not None:
+            session.state = "rolled_back"
 
     def quarantine(self, why: str) -> None:
         """The live weights are not what they are said to be."""
