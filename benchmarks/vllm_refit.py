@@ -28,10 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "real"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
 
+from real_world import Traffic, World
 from safetensors.torch import load_file, save_file
-from vllm_server import Server, Traffic, World
+from vllm_server import Server
 
 import weightline
 

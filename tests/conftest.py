@@ -16,7 +16,7 @@ import pytest
 pytest_plugins = ("s3_fixtures",)
 
 
-WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.(torch|vllm)", re.MULTILINE)
+WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.(torch|vllm|sglang)", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path, config):

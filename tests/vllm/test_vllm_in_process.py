@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_driver import Driver, differing, nudged, read_folder, state
+from real_weights import differing, nudged, read_folder, state
+from vllm_driver import Driver
 from vllm_models import loaded
 
 from weightline import codec

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_driver import read_folder
-from vllm_server import Server, Traffic, World, rollout_line
+from real_weights import read_folder
+from real_world import Traffic, World, rollout_line
+from vllm_server import Server
 
 from weightline import codec
 from weightline.audit import replay

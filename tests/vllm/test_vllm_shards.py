@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_driver import Driver, nudged, read_folder, state
+from real_weights import nudged, read_folder, state
+from vllm_driver import Driver
 from vllm_models import configure, groups, loaded
 
 from weightline import codec

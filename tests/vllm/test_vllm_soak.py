@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_driver import nudged, read_folder
-from vllm_server import Server, World
+from real_weights import nudged, read_folder
+from real_world import World
+from vllm_server import Server
 
 from weightline.rollout import check
 from weightline.testing import conformance

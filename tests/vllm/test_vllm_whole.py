@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_driver import Driver, differing, nudged, read_folder, state
+from real_weights import differing, nudged, read_folder, state
+from vllm_driver import Driver
 from vllm_models import Loaded, loaded
 
 from weightline import codec

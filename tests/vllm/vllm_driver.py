@@ -8,30 +8,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weightline import codec
 from weightline.errors import from_dict
 from weightline.plugins.exchange import Change, write_refit
-
-
-def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-def nudged(weights: dict[str, torch.Tensor], seed: int, fraction: float = 0.02) -> dict[str, torch.Tensor]:
-    """Some elements of every tensor moved by one unit in the last place."""
-    generator = torch.Generator().manual_seed(seed)
-    out = {}
-    for name, tensor in weights.items():
-        bits = tensor.clone().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-        hit = torch.rand(bits.shape, generator=generator) < fraction
-        bits.view(-1)[0] ^= 1
-        bits[hit] ^= 1
-        out[name] = bits.view(tensor.dtype)
-    return out
 
 
 class Driver:
@@ -85,23 +64,3 @@ class Driver:
         self.ask("apply", update=True, session=session)
         self.engine.finish_weight_update()
         return session
-
-
-def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Bits of every parameter and buffer."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose bits differ."""
-    if a.keys() != b.keys():
-        return sorted(a.keys() ^ b.keys())
-    return [
-        name
-        for name, tensor in a.items()
-        if tensor.shape != b[name].shape or not torch.equal(_raw(tensor), _raw(b[name]))
-    ]
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
