@@ -57,9 +57,9 @@ def register() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from weightline.plugins.sglang import engine
+    from weightline.plugins.sglang import boundary, engine, namespaces
 
-    hooks = engine.HOOKS
+    hooks = (*engine.HOOKS, *boundary.HOOKS, *namespaces.HOOKS)
     try:
         reason = unsupported(installed("sglang"), hooks)
     except PackageNotFoundError:

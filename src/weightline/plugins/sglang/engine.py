@@ -16,8 +16,10 @@ import torch
 
 from weightline.plugins.exchange import Refused
 from weightline.plugins.front import Front
+from weightline.plugins.sglang import boundary
 from weightline.plugins.sglang.hooks import Hook
 from weightline.plugins.sglang.kind import PREFIX, SglangDoor, SglangKind
+from weightline.plugins.sglang.namespaces import Namespaces, renew
 
 ATTRIBUTE = "weightline"
 """Where a scheduler keeps its `SchedulerFront`."""
@@ -37,18 +39,21 @@ class SchedulerFront(Front):
     def __init__(self, scheduler: Any) -> None:
         super().__init__(SglangKind(), SglangDoor(), facts=self._facts, unready=self._unready)
         self.scheduler = scheduler
+        self.namespaces: Namespaces | None = None
+        """None where refits are refused: requests keep their own keys."""
         self.verbs |= {"label": self._label, "rollback": self._rollback}
         self.refusals += unsupported_parts(scheduler)
         if not self.refusals:
             config = scheduler.model_config
             self.open(scheduler.tp_worker.model_runner.model, config.model_path, config.revision)
+            self.namespaces = Namespaces(serving_label())
 
     def _facts(self) -> dict[str, Any]:
         return {
             "sglang": installed("sglang"),
             "serving": serving_label(),
             "paused": bool(self.scheduler._engine_paused),
-            "inexact": inexact(self.scheduler),
+            "inexact": boundary.unsure(self.scheduler),
         }
 
     def _unready(self) -> str:
@@ -96,13 +101,6 @@ def serving_label() -> str:
     return str(get_serving().weight_version)
 
 
-def inexact(scheduler: Any) -> str:
-    """Why labels would not be exact after a pause in place; empty when they are."""
-    if scheduler.enable_overlap:
-        return "the overlap scheduler has a token in flight when it pauses in place"
-    return ""
-
-
 def unsupported_parts(scheduler: Any) -> list[str]:
     """What of this server's configuration refits are not offered for."""
     arguments = scheduler.server_args
@@ -126,6 +124,8 @@ def unsupported_parts(scheduler: Any) -> list[str]:
         found.append("a KV storage backend is attached: its cache survives a flush")
     if getattr(arguments, "weight_cache_mode", "off") != "off":
         found.append("weights are shared with a cache daemon: a refit would change those of other engines")
+    if getattr(arguments, "enable_streaming_session", False):
+        found.append("streaming sessions are enabled: they carry KV from turn to turn, past every namespace")
     if arguments.cpu_offload_gb > 0:
         found.append("weights are offloaded to host memory: their storage comes and goes")
     return found
@@ -165,6 +165,7 @@ def _updating(how: str) -> Callable[..., Any]:
                 return original(updater, request)
         finally:
             front.refits.foreign(how)
+            renew(updater.scheduler)
 
     return updated
 
