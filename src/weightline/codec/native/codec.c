@@ -35,7 +35,9 @@ typedef uint32_t u32;
 #define MAXCLASSES 256
 #define SPAN 255          /* changes between two looks at counters of a byte each */
 #define PAD 64            /* what a vector store may write beyond the end of a run of gaps */
-#define AHEAD 512         /* changes whose memory is asked for ahead */
+#define AHEAD 512         /* changes whose memory is asked for ahead, block by block */
+#define NEAR 128          /* the same, one by one */
+#define ASK(p) __builtin_prefetch((p), 0, 2) /* into L2: L1 has buffers for so few lines on their way that a loop waits for them */
 #define OVERHEAD (28 << 8) /* what a class costs in the tables, in 1/256 bit */
 enum { E_NONE, E_FAST, E_DENSE, E_RAW };
 enum { R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS, R_FIELDS };            /* rows of a scan */
@@ -257,8 +259,12 @@ void FN(wl_digest_moves)(u64 start, const u32 *pos, const U *old, const U *neu, 
     out[0] += s0; out[1] += s1;
 }
 
-void FN(wl_gather)(const U *source, const i64 *index, i64 n, U *out) { for (i64 j = 0; j < n; j++) out[j] = source[index[j]]; }
-void FN(wl_scatter)(U *target, const i64 *index, const U *values, i64 n) { for (i64 j = 0; j < n; j++) target[index[j]] = values[j]; }
+void FN(wl_gather)(const U *source, const i64 *index, i64 n, U *out) {
+    for (i64 j = 0; j < n; j++) { ASK(source + index[j + NEAR < n ? j + NEAR : n - 1]); out[j] = source[index[j]]; }
+}
+void FN(wl_scatter)(U *target, const i64 *index, const U *values, i64 n) {
+    for (i64 j = 0; j < n; j++) { ASK(target + index[j + NEAR < n ? j + NEAR : n - 1]); target[index[j]] = values[j]; }
+}
 
 /* Bit j is set where a[j] != b[j], for 64 elements. */
 static inline u64 FN(differ64)(const U *a, const U *b) {
@@ -326,7 +332,7 @@ void FN(wl_write)(const i64 *rows, i64 count, const u32 *pos, const U *values) {
         const u32 *p = pos + row[R_OFFSET];
         const U *v = values + row[R_OFFSET];
         i64 n = row[R_HITS];
-        for (i64 j = 0; j < n; j++) { __builtin_prefetch(target + p[j + 32 < n ? j + 32 : j], 1); target[p[j]] = v[j]; }
+        for (i64 j = 0; j < n; j++) { ASK(target + p[j + NEAR < n ? j + NEAR : n - 1]); target[p[j]] = v[j]; }
     }
 }
 
@@ -832,7 +838,7 @@ static i64 FN(decode_chunk)(U *base, i64 total, const u64 *in, i64 bits, const i
     i64 at = 0;
     if (chunk[T_ENCODING] == E_FAST) {
         if ((at = get_positions(in, bits, s->gaps, pos, n, (int)chunk[T_K], total)) < 0) return -1;
-        for (i64 j = 0; j < n && j < AHEAD; j++) __builtin_prefetch(base + pos[j], 1); /* on their way while signs and sizes are read */
+        for (i64 j = 0; j < n && j < AHEAD; j++) ASK(base + pos[j]); /* on their way while signs and sizes are read */
     } else {
         for (i64 c = 0; c < count; c++)
             if ((at = get_gaps(in, at, bits, s->gaps + start[c], end[c] - start[c], (int)cls[c * K_FIELDS + K_K])) < 0) return -1;
@@ -870,7 +876,7 @@ static i64 FN(decode_chunk)(U *base, i64 total, const u64 *in, i64 bits, const i
     fill[count] = end[count] = 0; /* contexts of no class */
     for (i64 b = 0; b < n; b += AHEAD) {
         i64 e = b + AHEAD < n ? b + AHEAD : n, f = e + AHEAD < n ? e + AHEAD : n;
-        for (i64 j = e; j < f; j++) __builtin_prefetch(base + pos[j], 1);
+        for (i64 j = e; j < f; j++) ASK(base + pos[j]);
         for (i64 j = b; j < e; j++) was[j] = base[pos[j]];
         if (!FN(take_steps)(was + b, is + b, e - b, map, count, is_float, shift, mask, s, fill, end)) {
             if (write) for (i64 j = 0; j < b; j++) base[pos[j]] = was[j];
