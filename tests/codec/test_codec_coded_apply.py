@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from conftest_codec import array_of, changed, same_bits
@@ -106,3 +109,28 @@ def test_the_inverse_of_a_coded_delta_goes_back(level, engine, tmp_path):
     undo = written(old, new, tmp_path / "d", level).apply_(target)
     undo.inverse.apply_(target, digests=undo.digests)
     assert all(same_bits(target[name], old[name]) for name in old)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_undo_keeps_the_memory_it_would_write_to(engine, tmp_path, level):
+    old, new = a_model()
+    delta = written(old, new, tmp_path / "d", level)
+    target = {name: array.copy() for name, array in old.items()}
+    held = {name: weakref.ref(array) for name, array in target.items()}
+    undo = delta.apply_(target)
+    target.clear()
+    gc.collect()
+    assert all(reference() is not None for reference in held.values())
+    undo.restore()
+    assert all(same_bits(reference(), old[name]) for name, reference in held.items())
+    del undo
+    gc.collect()
+    assert all(reference() is None for reference in held.values())
+
+
+@pytest.mark.parametrize("layout", ["read-only", "empty", "bfloat16", "plain"])
+def test_addresses_are_those_of_the_memory(layout):
+    array = np.zeros((4, 8), codec.numpy_dtype("BF16") if layout == "bfloat16" else np.uint16)
+    array = array[:0] if layout == "empty" else array
+    array.flags.writeable = layout != "read-only"
+    assert coding.address_of(array) == array.ctypes.data

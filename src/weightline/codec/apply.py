@@ -76,8 +76,9 @@ class _Target:
 class _Pooled:
     """Many tensors' flat memory, into which their pooled changes were decoded."""
 
-    def __init__(self, scanned: Scanned) -> None:
+    def __init__(self, scanned: Scanned, memory: Mapping[str, Bits]) -> None:
         self.scanned = scanned
+        self._memory = memory  # the segments know it by address only: it must live as long as they do
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +149,8 @@ def _views(
             f"the delta does not fit these tensors: {'; '.join(faults)}",
             hint="apply it to the weights it was made for",
         )
+    if len(views) == len(specs):
+        return views
     return {name: views.get(name) or writable_bits(name, tensors[name]) for name in specs}
 
 
@@ -185,10 +188,9 @@ def _apply_coded(
     views = _views(delta.specs, tensors)
     writers: list[_Writer]
     if all(flat for _, flat in views.values()):
-        source = decode_bits(
-            delta.source, {name: view for name, (view, _) in views.items()}, digests, write=True
-        )
-        writers = [_Pooled(source)]
+        memory = {name: view for name, (view, _) in views.items()}
+        source = decode_bits(delta.source, memory, digests, write=True)
+        writers = [_Pooled(source, memory)]
     else:
         bits = {name: view if flat else bits_of(tensors[name]) for name, (view, flat) in views.items()}
         source = decode_bits(delta.source, bits, digests)

@@ -7,8 +7,9 @@ Scratch is bounded by BATCH elements a thread. docs/codec.md specifies what the 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ BATCH = 1 << 23
 BATCH_ROWS = 512
 CHUNK_LOG2 = {"absolute": 20, "fast": 20, "dense": 22}
 """Elements of a chunk at each level, as a power of two."""
+_BYTE = ctypes.c_char
 _DAMAGED, _FOREIGN, _MEMORY = -1, -(1 << 40), -(1 << 41)
 
 
@@ -93,10 +95,42 @@ class Segment(NamedTuple):
     coded: Coded | None
 
 
+class Pieces(Sequence[Piece]):
+    """Pieces that lie in a table (int64[n, fields of `Piece`]): a model has thousands of chunks, and whoever
+    applies a delta looks at none of them one by one."""
+
+    def __init__(self, table: Rows) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, at: int) -> Piece: ...
+    @overload
+    def __getitem__(self, at: slice) -> Pieces: ...
+    def __getitem__(self, at: int | slice) -> Piece | Pieces:
+        return Pieces(self.table[at]) if isinstance(at, slice) else Piece._make(self.table[at].tolist())
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(Piece._make, self.table.tolist())
+
+
+def tensors_of(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
+    """The tensor of each piece."""
+    if isinstance(pieces, Pieces):
+        return pieces.table[:, 0]
+    return np.array([piece.tensor for piece in pieces], np.int64)
+
+
 def address_of(array: npt.NDArray[Any]) -> int:
     """Where an array's elements begin."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    memory: Any = array
+    try:
+        return ctypes.addressof(_BYTE.from_buffer(memory))  # a quarter of the time of the other way
+    except (TypeError, ValueError):  # read-only, empty, or of a dtype that is no buffer
+        address: int = array.__array_interface__["data"][0]
+        return address
 
 
 def pieces_of(tensor: int, old: Bits, new: Bits | None, chunk: int) -> Iterator[Piece]:
@@ -222,5 +256,4 @@ def decode(
     if done != len(rows):
         raise IntegrityError(f"{where}: its coded bits are damaged", hint="fetch it again")
     hits = int(rows[:, R_HITS].sum())
-    pieces = list(map(Piece._make, table.tolist()))
-    return Segment(pieces, rows, pos[:hits], was[:hits], now[:hits], lanes, None)
+    return Segment(Pieces(table), rows, pos[:hits], was[:hits], now[:hits], lanes, None)

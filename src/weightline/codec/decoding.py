@@ -9,7 +9,7 @@ import numpy as np
 
 from weightline.codec import digest
 from weightline.codec.coded import CodedFile
-from weightline.codec.coding import Segment, restore
+from weightline.codec.coding import Segment, restore, tensors_of
 from weightline.codec.delta import Source, Subset
 from weightline.codec.dtypes import Bits, bits_of, spec_of
 from weightline.codec.scanned import Scanned
@@ -46,7 +46,7 @@ def _after(before: Mapping[str, str], segments: Sequence[Segment]) -> dict[str, 
     """Digests after some changes, all at once: a model has many tensors with few changes each."""
     gains = np.zeros((len(before), 2), np.uint64)
     for segment in segments:
-        np.add.at(gains, [piece.tensor for piece in segment.pieces], segment.lanes)
+        np.add.at(gains, tensors_of(segment.pieces), segment.lanes)
     lanes = np.frombuffer(bytes.fromhex("".join(before.values())), ">u8").reshape(-1, 2)
     text = (lanes + gains).astype(">u8").tobytes().hex()
     return {name: text[32 * at : 32 * at + 32] for at, name in enumerate(before)}

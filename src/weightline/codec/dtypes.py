@@ -253,12 +253,17 @@ def from_bits(bits: Bits, spec: TensorSpec) -> npt.NDArray[Any]:
 def plain_bits(array: Any, spec: TensorSpec) -> Bits | None:
     """A flat writable view of a numpy array that is just what `spec` says, native and in C order; None for
     anything that needs a closer look (`spec_of`, `writable_bits`)."""
-    if type(array) is not np.ndarray or array.shape != spec.shape or array.dtype != numpy_dtype(spec.dtype):
+    native, unsigned = _plain_dtypes(spec.dtype)
+    if type(array) is not np.ndarray or array.shape != spec.shape or array.dtype != native:
         return None
-    flags = array.flags
-    if not (flags.c_contiguous and flags.aligned and flags.writeable):
+    if not array.flags.carray:  # contiguous in C order, aligned, writable
         return None
-    return array.reshape(-1).view(_UINT[array.itemsize])
+    return array.reshape(-1).view(unsigned)
+
+
+@functools.cache
+def _plain_dtypes(name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    return numpy_dtype(name), bits_dtype(name)
 
 
 def writable_bits(name: str, array: Any) -> tuple[npt.NDArray[Any], bool]:
