@@ -113,13 +113,13 @@ class Run:
         self.masters = []
         for parameter in live:
             master = parameter.detach().clone()
-            if grid:
-                master = master.to(torch.bfloat16).to(torch.float32)
-            elif master.numel() % 32 == 0:
+            if master.numel() % 32 == 0:
                 blocks = master.view(-1, 32)
                 step = (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / 15
                 noise = torch.rand(step.numel(), 32, generator=generator) - 0.5
                 master += (noise * step).view_as(master)
+            if grid:
+                master = master.to(torch.bfloat16).to(torch.float32)
             self.masters.append(master.requires_grad_())
         self.optimizer = torch.optim.AdamW(self.masters, lr=rate, betas=(0.9, 0.999), weight_decay=0.01)
 

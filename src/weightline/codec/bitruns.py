@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numba as nb
 import numpy as np
 
-from weightline.codec.intrinsics import leading_zeros, trailing_zeros
+from weightline.codec.intrinsics import leading_zeros, load64, trailing_zeros
 
 U64 = np.uint64
 CAP = 24
@@ -108,6 +108,12 @@ def get(words: Any, at: Any, bits: Any) -> Any:
 
 
 @jit
+def peek(address: Any, at: Any, low: Any) -> Any:
+    """Up to 56 bits (`low`: that many ones) at bit `at` of padded words at an address, without a branch."""
+    return (load64(address + U64(at >> 3)) >> U64(at & 7)) & low
+
+
+@jit
 def gap_k(g: Any, n: Any) -> Any:
     """The best parameter of a gap run, and its bits."""
     total = np.int64(0)
@@ -171,8 +177,9 @@ def get_gaps(words: Any, at: Any, bits: Any, g: Any, n: Any, k: Any) -> Any:
     if at + n * k > bits:
         return np.int64(-1)
     if k:
+        place, low = U64(words.ctypes.data), (U64(1) << U64(k)) - U64(1)
         for i in range(n):
-            g[i] |= np.uint32(get(words, at, k))
+            g[i] |= np.uint32(peek(place, at, low))
             at += k
     return at
 
@@ -248,6 +255,12 @@ def get_values(words: Any, at: Any, bits: Any, m: Any, n: Any, r: Any, width: An
     if at + n * r + escapes * width > bits:
         return np.int64(-1)
     full = at + n * r
+    if not escapes and r <= 56:
+        if r:
+            place, low = U64(words.ctypes.data), (U64(1) << U64(r)) - U64(1)
+            for i in range(n):
+                m[i] = (U64(m[i]) << U64(r)) | peek(place, at + i * r, low)
+        return full
     for i in range(n):
         if m[i] == CAP:
             m[i] = get(words, full, width)

@@ -15,7 +15,7 @@ from weightline.codec.bitruns import (
     get_values,
     jit,
 )
-from weightline.codec.intrinsics import over
+from weightline.codec.intrinsics import ask
 from weightline.codec.stepcode import (
     E_FAST,
     EXCEPTIONS,
@@ -37,6 +37,9 @@ from weightline.codec.stepcode import (
     disorder,
     order,
 )
+
+AHEAD = 256
+"""Changes whose memory is asked for ahead."""
 
 
 @jit
@@ -164,25 +167,31 @@ def decode_chunk(
 
 @jit
 def finish_chunk(
-    address: Any, total: Any, n: Any, count: Any, is_float: Any, shift: Any, mask: Any, m: Any, sign: Any,
+    base: Any, n: Any, count: Any, is_float: Any, shift: Any, mask: Any, write: Any, m: Any, sign: Any,
     maps: Any, start: Any, end: Any, pos: Any, was: Any, now: Any, width: Any,
 ) -> Any:  # fmt: skip
-    """Old bits at the positions, and new bits from sizes and signs. Returns 0, -2: they do not belong to
-    this base."""
-    base = over(address, total, was.dtype)
+    """Old bits at the positions, and new bits from sizes and signs, put into `base` if `write`. Returns 0, or
+    -2: they do not belong to this base, which is as it was."""
     full = ~U64(0) >> U64(64 - width)
+    address, each = U64(base.ctypes.data), U64(width >> 3)
+    for j in range(min(n, AHEAD)):
+        ask(address + U64(pos[j]) * each)
     for j in range(n):
+        ask(address + U64(pos[min(j + AHEAD, n - 1)]) * each)
         u = base[pos[j]]
         was[j] = u
         c = maps[context(u, shift, mask)]
         if c >= count or start[c] >= end[c]:
+            if write:
+                for i in range(j):
+                    base[pos[i]] = was[i]
             return -2
         t = start[c]
         start[c] += 1
-        if sign[t] == 2:
-            now[j] = m[t]
-        else:
-            o = order(U64(u), is_float, width)
-            size = m[t] + U64(1)
-            now[j] = disorder((o - size if sign[t] else o + size) & full, is_float, width)
+        o = order(U64(u), is_float, width)
+        size = m[t] + U64(1)
+        new = disorder((o - size if sign[t] & 1 else o + size) & full, is_float, width)
+        now[j] = m[t] if sign[t] == 2 else new
+        if write:
+            base[pos[j]] = now[j]
     return 0

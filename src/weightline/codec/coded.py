@@ -18,6 +18,7 @@ from weightline.codec.coding import (
     E_FAST,
     E_NONE,
     K_FIELDS,
+    K_HI,
     T_CLASSES,
     T_ENCODING,
     T_NBYTES,
@@ -179,6 +180,8 @@ class CodedFile:
         chunks, classes = self._chunks[ids], self._classes_of(ids)
         if (hits_of(chunks, classes, table[:, 2]) > table[:, 2]).any():
             raise self._broken("a chunk declares more changes than it has elements")
+        if (classes[:, K_HI] > kind_of(dtype).mask).any():
+            raise self._broken(f"a class has contexts that {dtype} does not have")
         where = f"delta file {self.path}"
         return decode(table, bits_dtype(dtype), kind_of(dtype), chunks, classes, where, write=write)
 

@@ -47,6 +47,37 @@ def leading_zeros(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
     return types.uint64(types.uint64), generate
 
 
+@intrinsic
+def load64(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+    """The 8 bytes at an address, aligned or not, as a uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        import llvmlite.ir as ir
+
+        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), align=1)
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def ask(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+    """Have the line at an address brought into L2; any address will do. Returns 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        import llvmlite.ir as ir
+
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, kind, "llvm.prefetch.p0"
+        )
+        read, second, data = (ir.Constant(number, value) for value in (0, 2, 1))
+        builder.call(prefetch, [builder.inttoptr(arguments[0], byte), read, second, data])
+        return ir.Constant(number, 0)
+
+    return types.int32(types.uint64), generate
+
+
 @nb.njit(cache=True, nogil=True)
 def over(address: Any, count: Any, dtype: Any) -> Any:
     """An array of `count` elements at an address."""

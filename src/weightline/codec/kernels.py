@@ -266,91 +266,84 @@ def encode(
     return len(rows)
 
 
-def _decode_row(
-    row: Array, chunk: Array, classes: Array, kind: tuple[int, int, int], pos: Array, was: Array, now: Array
-) -> int:
-    """One chunk. Returns its hits, -1: damaged, -2: not of this base."""
-    total, nbytes = int(row[R_COUNT]), int(chunk[3])
-    data = ctypes.string_at(int(row[R_NEW]), nbytes)
-    if chunk[0] == E_RAW:
-        if nbytes != total * was.itemsize:
-            return -1
-        old = np.frombuffer(ctypes.string_at(int(row[R_OLD]), nbytes), was.dtype)
-        return int(_scan_chunk(old.copy(), np.frombuffer(data, was.dtype).copy(), pos, was, now))
-    words = np.frombuffer(data + bytes(-nbytes % 8 + 24), np.uint64).copy()
-    bound = int(classes[: int(chunk[2]), 2].sum())
-    if not 0 <= bound <= total:
-        return -1
-    scratch, numbers = np.empty((2, bound + 8), np.uint64), np.empty((2, bound + 8), np.uint32)
-    sign, maps = np.empty(bound + 8, np.uint8), np.empty(256, np.int64)
-    start, end = np.zeros(257, np.int64), np.zeros(257, np.int64)
-    contexts = _contexts(row, kind, was) if chunk[0] == E_DENSE else np.empty(0, np.uint8)
+@jit
+def _decode(
+    rows: Any, chunks: Any, classes: Any, is_float: Any, shift: Any, mask: Any, write: Any,
+    words: Any, contexts: Any, scratch: Any, numbers: Any, sign: Any, pos: Any, was: Any, now: Any,
+    lanes: Any,
+) -> Any:  # fmt: skip
+    """The rows in turn; see `decode`."""
     width = was.itemsize * 8
-    hits = int(
-        decode_chunk(
-            contexts,
-            total,
-            words,
-            nbytes * 8,
-            chunk,
-            classes,
-            scratch,
-            numbers,
-            sign,
-            maps,
-            start,
-            end,
-            pos,
-            width,
-        )
-    )
-    if hits < 0:
-        return hits
-    bad = finish_chunk(
-        int(row[R_OLD]),
-        total,
-        hits,
-        int(chunk[2]),
-        *kind,
-        scratch[0],
-        sign,
-        maps,
-        start,
-        end,
-        pos,
-        was,
-        now,
-        width,
-    )
-    return hits if bad == 0 else -2
+    maps, start, end = np.empty(256, np.int64), np.zeros(257, np.int64), np.zeros(257, np.int64)
+    at = np.int64(0)
+    used = np.int64(0)
+    bad = np.int64(0)
+    for r in range(len(rows)):
+        row, hits = rows[r], np.int64(0)
+        base = over(row[R_OLD], row[R_COUNT], was.dtype)
+        if chunks[r, 0] != 0:
+            nbytes = chunks[r, 3]
+            over(words.ctypes.data, nbytes, np.uint8)[:] = over(row[R_NEW], nbytes, np.uint8)
+            over(words.ctypes.data + nbytes, 24, np.uint8)[:] = 0
+            bound = row[R_COUNT]
+            if chunks[r, 0] != E_RAW:
+                bound = np.int64(0)
+                for c in range(used, used + chunks[r, 2]):
+                    bound += classes[c, 2]
+            if bound < 0 or bound > row[R_COUNT] or at + bound > pos.size:
+                hits = np.int64(-1)
+            elif chunks[r, 0] == E_RAW:
+                hits = np.int64(-1)
+                if nbytes == row[R_COUNT] * was.itemsize:
+                    new = over(words.ctypes.data, row[R_COUNT], was.dtype)
+                    hits = _scan_chunk(base, new, pos[at:], was[at:], now[at:])
+                    if write:
+                        base[:] = new
+            else:
+                few = contexts[:0]
+                if chunks[r, 0] == E_DENSE:
+                    few = contexts[: row[R_COUNT]]
+                    for i in range(base.size):
+                        few[i] = (U64(base[i]) >> U64(shift)) & U64(mask)
+                hits = decode_chunk(
+                    few, row[R_COUNT], words, nbytes * 8, chunks[r], classes[used:], scratch, numbers, sign,
+                    maps, start, end, pos[at:], width,
+                )  # fmt: skip
+                if hits >= 0 and finish_chunk(
+                    base, hits, chunks[r, 2], is_float, shift, mask, write, scratch[0], sign, maps, start,
+                    end, pos[at:], was[at:], now[at:], width,
+                ):  # fmt: skip
+                    hits = np.int64(-2)
+            if hits < 0:
+                bad = -1 - r if hits == -1 else -(1 << 40) - r
+                break
+            used += chunks[r, 2]
+        row[R_OFFSET] = at
+        row[R_HITS] = hits
+        stop = at + hits
+        _digest_moves(row[R_START], pos[at:stop], was[at:stop], now[at:stop], lanes[r])
+        at = stop
+    if bad and write:
+        r = -1 - bad if bad > -(1 << 40) else -(1 << 40) - bad
+        _write(rows[:r], pos, was)
+    return bad if bad else len(rows)
 
 
 def decode(
     rows: Array, chunks: Array, classes: Array, kind: tuple[int, int, int], write: bool, longest: int,
     pos: Array, was: Array, now: Array, lanes: Array,
 ) -> int:  # fmt: skip
-    """With `write` a row's new bits are put into its base as soon as they are known; a failure puts the old
-    ones back."""
-    del longest
-    at, used = 0, 0
-    for r, row in enumerate(rows):
-        hits = 0
-        if chunks[r, 0] != 0:
-            bound = int(
-                row[R_COUNT] if chunks[r, 0] == E_RAW else classes[used : used + chunks[r, 2], 2].sum()
-            )
-            if at + bound > pos.size:
-                return r
-            hits = _decode_row(row, chunks[r], classes[used:], kind, pos[at:], was[at:], now[at:])
-            if hits < 0:
-                if write:
-                    _write(rows[:r], pos, was)
-                return -1 - r if hits == -1 else -(1 << 40) - r
-            used += int(chunks[r, 2])
-        row[R_OFFSET], row[R_HITS] = at, hits
-        end = at + hits
-        if write and hits:
-            _write(rows[r : r + 1], pos, now)
-        _digest_moves(np.uint64(row[R_START]), pos[at:end], was[at:end], now[at:end], lanes[r])
-        at = end
-    return len(rows)
+    """Rows in turn; with `write` the new bits of each are put into its base. Returns the rows done, -1 - row:
+    damaged, -(1 << 40) - row: not this base; the old bits are back then."""
+    counts = rows[:, R_COUNT]
+    most = int(counts.max(initial=0))
+    dense = most if (chunks[:, 0] == E_DENSE).any() else 0
+    room = min(pos.size, most) + 8
+    words = np.empty(longest // 8 + 4, np.uint64)
+    return int(
+        _decode(
+            rows, chunks, classes, *kind, int(write), words, np.empty(dense, np.uint8),
+            np.empty((2, room), np.uint64), np.empty((2, room), np.uint32), np.empty(room, np.uint8),
+            pos, was, now, lanes,
+        )
+    )  # fmt: skip

@@ -714,10 +714,11 @@ static inline u64 FN(pick)(u64 m, i64 k) {
 #endif
 }
 
-/* Positions of a dense chunk: walks the base and counts each class down to its next hit. Returns how many there are. */
+/* Positions of a dense chunk: walks the base and counts each class down to its next hit. Returns how many it wrote. */
 static i64 FN(find_ranks)(const U *base, i64 total, int shift, int mask, const uint8_t *map, i64 count, const i64 *cls, i64 *fill,
                           const i64 *end, const u32 *gaps, u32 *pos) {
-    i64 left[257], hits = 0, i = 0;
+    const u32 *first = pos;
+    i64 left[257], i = 0;
     for (i64 c = 0; c <= count; c++) left[c] = INT64_MAX;
     for (i64 c = 0; c < count; c++) if (fill[c] < end[c]) left[c] = (i64)gaps[fill[c]++] + 1;
 #ifdef RANGES
@@ -737,7 +738,7 @@ static i64 FN(find_ranks)(const U *base, i64 total, int shift, int mask, const u
                 i64 counted = 0;
                 do {
                     found[q] |= FN(pick)(m, l + counted);
-                    counted += l; hits++;
+                    counted += l;
                     l = fill[c] < end[c] ? (i64)gaps[fill[c]++] + 1 : INT64_MAX;
                 } while (l <= inside - counted);
                 if (l == INT64_MAX) break;
@@ -752,9 +753,9 @@ static i64 FN(find_ranks)(const U *base, i64 total, int shift, int mask, const u
 #endif
     for (; i < total; i++) {
         int c = map[FN(expo)(base[i], shift, mask)];
-        if (--left[c] == 0) { *pos++ = (u32)i; hits++; left[c] = fill[c] < end[c] ? (i64)gaps[fill[c]++] + 1 : INT64_MAX; }
+        if (--left[c] == 0) { *pos++ = (u32)i; left[c] = fill[c] < end[c] ? (i64)gaps[fill[c]++] + 1 : INT64_MAX; }
     }
-    return hits;
+    return pos - first;
 }
 
 /* New bits of n changes from their old ones and the next steps of their classes: fill[c] is the next step of class c. Returns 0 when a
@@ -829,7 +830,7 @@ static i64 FN(decode_chunk)(U *base, i64 total, const u64 *in, i64 bits, const i
     i64 low = 0;
     for (i64 c = 0; c < count; c++) {
         const i64 *row = cls + c * K_FIELDS;
-        if (row[K_N] < 1 || row[K_N] > total - n || row[K_LO] < low || row[K_HI] < row[K_LO] || row[K_HI] > 255) return -1;
+        if (row[K_N] < 1 || row[K_N] > total - n || row[K_LO] < low || row[K_HI] < row[K_LO] || row[K_HI] > mask) return -1; /* beyond the mask contexts wrap, and classes overlap */
         for (i64 e = row[K_LO]; e <= row[K_HI]; e++) map[e] = (uint8_t)c;
         low = row[K_HI] + 1;
         start[c] = fill[c] = n; n += row[K_N]; end[c] = n;
