@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weightline import codec
 from weightline.codec import backend, kernels, native
+from weightline.codec.coding import Piece, rows_of
 from weightline.errors import InvalidInput
 
 
@@ -53,7 +54,9 @@ def test_any_fp32_bits_are_rounded_to_nearest_even(values):
     bits = np.array(values, np.uint32)
     for kernel in (kernels, native):
         shadow = np.zeros(bits.size, np.uint16)
-        kernel.cast(bits, shadow, np.empty(bits.size, np.uint32), shadow.copy(), shadow.copy())
+        rows = rows_of([Piece(0, 0, bits.size, shadow.ctypes.data, bits.ctypes.data)])
+        room = np.empty(bits.size, np.uint32), shadow.copy(), shadow.copy()
+        assert kernel.cast(rows, *room, np.zeros((1, 2), np.uint64)) == 1
         with np.errstate(invalid="ignore"):
             expected = bits.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
         assert np.array_equal(shadow, expected)
@@ -68,3 +71,16 @@ def test_other_dtypes_and_shapes_are_refused_before_anything_changes():
     with pytest.raises(InvalidInput, match="missing 'v'"):
         shadow.refresh({"w": weights["w"] + 1})
     assert shadow.digests == before
+
+
+@pytest.mark.parametrize("level", ["fast", "dense"])
+def test_a_refresh_of_everything_is_not_larger_than_the_weights(engine, level, tmp_path):
+    rng = np.random.default_rng(1)
+    shadow = codec.Shadow({"w": rng.normal(size=50_000).astype(np.float32)})
+    before = {name: array.copy() for name, array in shadow.weights.items()}
+    weights = {"w": rng.integers(0, 0x7F7F_FFFF, 50_000).astype(np.uint32).view(np.float32)}
+    delta = shadow.refresh(weights, level=level)
+    nbytes = codec.write_delta(delta, tmp_path / "d", level=level)
+    codec.read_delta(tmp_path / "d").apply_(before)
+    assert same_bits(before["w"], weights["w"].astype(ml_dtypes.bfloat16))
+    assert nbytes <= 2 * 50_000 * (1 if level == "fast" else 1.07) + 1024

@@ -25,7 +25,6 @@ from weightline.codec.coding import (
     Piece,
     Rows,
     Segment,
-    address_of,
     cuts,
     decode,
     hits_of,
@@ -35,7 +34,7 @@ from weightline.codec.coding import (
 from weightline.codec.container import Mapped, broken
 from weightline.codec.delta import Delta, TensorChange
 from weightline.codec.diffing import by_dtype
-from weightline.codec.dtypes import SUPPORTED, Bits, bits_dtype, width_of
+from weightline.codec.dtypes import SUPPORTED, Bits, address_of, bits_dtype, width_of
 from weightline.codec.tables import pack, unpack
 from weightline.errors import FormatError, IntegrityError, InvalidInput
 from weightline.types import TensorSpec

@@ -7,7 +7,6 @@ Scratch is bounded by BATCH elements a thread. docs/codec.md specifies what the 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightline.codec import backend
-from weightline.codec.dtypes import Bits
+from weightline.codec.dtypes import Bits, address_of
 from weightline.errors import IntegrityError, Unavailable
 
 Rows = npt.NDArray[np.int64]
@@ -29,7 +28,6 @@ BATCH = 1 << 23
 BATCH_ROWS = 512
 CHUNK_LOG2 = {"absolute": 20, "fast": 20, "dense": 22}
 """Elements of a chunk at each level, as a power of two."""
-_BYTE = ctypes.c_char
 _DAMAGED, _FOREIGN, _MEMORY = -1, -(1 << 40), -(1 << 41)
 
 
@@ -121,16 +119,6 @@ def tensors_of(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
     if isinstance(pieces, Pieces):
         return pieces.table[:, 0]
     return np.array([piece.tensor for piece in pieces], np.int64)
-
-
-def address_of(array: npt.NDArray[Any]) -> int:
-    """Where an array's elements begin."""
-    memory: Any = array
-    try:
-        return ctypes.addressof(_BYTE.from_buffer(memory))  # a quarter of the time of the other way
-    except (TypeError, ValueError):  # read-only, empty, or of a dtype that is no buffer
-        address: int = array.__array_interface__["data"][0]
-        return address
 
 
 def pieces_of(tensor: int, old: Bits, new: Bits | None, chunk: int) -> Iterator[Piece]:

@@ -7,6 +7,7 @@ Names are those of safetensors.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections.abc import Mapping
@@ -237,6 +238,16 @@ def bits_of(array: Any) -> Bits:
     if not (array.flags.c_contiguous and array.flags.aligned):
         array = np.array(array, order="C", copy=True, subok=False)
     return np.asarray(array.reshape(-1)).view(_UINT[width])
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where an array's elements begin."""
+    memory: Any = array
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a quarter of the time of the other way
+    except (TypeError, ValueError):  # read-only, empty, or of a dtype that is no buffer
+        address: int = array.__array_interface__["data"][0]
+        return address
 
 
 def from_bits(bits: Bits, spec: TensorSpec) -> npt.NDArray[Any]:

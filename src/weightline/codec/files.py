@@ -21,11 +21,11 @@ import numpy.typing as npt
 from weightline.codec import backend, digest
 from weightline.codec.coded import CodedFile
 from weightline.codec.codedindex import make_index
-from weightline.codec.coding import CHUNK_LOG2, K_FIELDS, R_HITS, Piece, Rows, Segment, address_of
+from weightline.codec.coding import CHUNK_LOG2, K_FIELDS, R_HITS, Piece, Rows, Segment
 from weightline.codec.container import INDEX, fsync_folder, write_streams
 from weightline.codec.delta import Delta
 from weightline.codec.diffing import by_dtype, compare, require_same
-from weightline.codec.dtypes import Bits, count_of, nbytes_of
+from weightline.codec.dtypes import Bits, address_of, count_of, nbytes_of
 from weightline.codec.reading import read_delta
 from weightline.codec.tables import pack
 from weightline.codec.weightfiles import Located, Reader, locate, read_header, shards_of

@@ -19,6 +19,7 @@ from weightline.codec import digest
 from weightline.codec.bitruns import U64, jit
 from weightline.codec.chunkcode import encode_chunk
 from weightline.codec.chunkread import decode_chunk, finish_chunk
+from weightline.codec.dtypes import address_of as _at
 from weightline.codec.intrinsics import over
 from weightline.codec.stepcode import E_DENSE, E_RAW, contexts_of
 
@@ -171,7 +172,7 @@ def _narrow(master: Any, shadow: Any, new: Any) -> Any:
 
 
 @jit
-def _cast(master: Any, shadow: Any, pos: Any, was: Any, now: Any) -> Any:
+def _cast_chunk(master: Any, shadow: Any, pos: Any, was: Any, now: Any) -> Any:
     hits = np.int64(0)
     block = 128
     room = np.empty(block, np.uint16)
@@ -189,9 +190,22 @@ def _cast(master: Any, shadow: Any, pos: Any, was: Any, now: Any) -> Any:
     return hits
 
 
-def _at(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+@jit
+def _cast(rows: Any, pos: Any, was: Any, now: Any, lanes: Any) -> Any:
+    at = np.int64(0)
+    for r in range(len(rows)):
+        row = rows[r]
+        if at + row[R_COUNT] > pos.size:
+            return r
+        master = over(row[R_NEW], row[R_COUNT], np.uint32)
+        shadow = over(row[R_OLD], row[R_COUNT], np.uint16)
+        hits = _cast_chunk(master, shadow, pos[at:], was[at:], now[at:])
+        row[R_OFFSET] = at
+        row[R_HITS] = hits
+        end = at + hits
+        _digest_moves(row[R_START], pos[at:end], was[at:end], now[at:end], lanes[r])
+        at = end
+    return len(rows)
 
 
 def digest_range(bits: Array, start: int, lanes: Array) -> None:
@@ -210,12 +224,6 @@ def scatter(target: Array, index: Array, values: Array) -> None:
     _scatter(target, _at(index), _at(values), index.size)
 
 
-def digest_moves(start: int, pos: Array, was: Array, now: Array, lanes: Array) -> None:
-    gained = np.zeros(2, np.uint64)
-    _digest_moves(np.uint64(start), pos, was, now, gained)
-    lanes += gained
-
-
 def scan(rows: Array, pos: Array, was: Array, now: Array, lanes: Array) -> int:
     return int(_scan(rows, pos, was, now, lanes))
 
@@ -224,8 +232,8 @@ def write(rows: Array, pos: Array, values: Array) -> None:
     _write(rows, pos, values)
 
 
-def cast(master: Array, shadow: Array, pos: Array, was: Array, now: Array) -> int:
-    return int(_cast(master, shadow, pos, was, now))
+def cast(rows: Array, pos: Array, was: Array, now: Array, lanes: Array) -> int:
+    return int(_cast(rows, pos, was, now, lanes))
 
 
 def _contexts(row: Array, kind: tuple[int, int, int], like: Array) -> Array:

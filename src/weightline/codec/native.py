@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy.typing as npt
 
+from weightline.codec.dtypes import address_of as _at
+
 Array = npt.NDArray[Any]
 SOURCE = Path(__file__).with_name("native") / "codec.c"
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-w")
-_ABI = 3
+_ABI = 4
 _BUILD_SECONDS = 120
 
 
@@ -104,11 +106,6 @@ def library() -> Any | None:
         return None
 
 
-def _at(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 @functools.cache
 def _function(name: str, integers: int, arrays: str) -> Any:
     """A C function; `arrays` says per argument whether it is an address (p) or an integer (i)."""
@@ -124,12 +121,6 @@ def digest_range(bits: Array, start: int, lanes: Array) -> None:
 
 def digest_at(index: Array, base: int, bits: Array, lanes: Array) -> None:
     _function(f"wl_digest_at_{bits.itemsize}", 0, "pipip")(_at(index), base, _at(bits), bits.size, _at(lanes))
-
-
-def digest_moves(start: int, pos: Array, was: Array, now: Array, lanes: Array) -> None:
-    _function(f"wl_digest_moves_{was.itemsize}", 0, "ipppip")(
-        start, _at(pos), _at(was), _at(now), pos.size, _at(lanes)
-    )
 
 
 def gather(source: Array, index: Array, out: Array) -> None:
@@ -151,11 +142,11 @@ def write(rows: Array, pos: Array, values: Array) -> None:
     _function(f"wl_write_{values.itemsize}", 0, "pipp")(_at(rows), len(rows), _at(pos), _at(values))
 
 
-def cast(master: Array, shadow: Array, pos: Array, was: Array, now: Array) -> int:
-    hits: int = _function("wl_cast", 1, "ppippp")(
-        _at(master), _at(shadow), master.size, _at(pos), _at(was), _at(now)
+def cast(rows: Array, pos: Array, was: Array, now: Array, lanes: Array) -> int:
+    done: int = _function("wl_cast", 1, "pipppip")(
+        _at(rows), len(rows), _at(pos), _at(was), _at(now), pos.size, _at(lanes)
     )
-    return hits
+    return done
 
 
 def encode(

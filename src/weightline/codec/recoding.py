@@ -14,7 +14,6 @@ from weightline.codec.coding import (
     CHUNK_LOG2,
     Piece,
     Segment,
-    address_of,
     encode,
     kind_of,
     rows_of,
@@ -22,7 +21,7 @@ from weightline.codec.coding import (
 from weightline.codec.container import INDEX, header_nbytes, write_streams
 from weightline.codec.delta import Delta, TensorChange, check_change
 from weightline.codec.diffing import by_dtype
-from weightline.codec.dtypes import Bits, bits_of, count_of
+from weightline.codec.dtypes import Bits, address_of, bits_of, count_of
 from weightline.codec.scanned import Scanned
 from weightline.codec.tables import pack
 from weightline.errors import InvalidInput

@@ -1,22 +1,34 @@
 """The trainer's fp32 -> bf16 cast, fused with compare, emit and refresh of the bf16 shadow: one pass over
 the masters.
 
-The shadow is what was sent last: 2 bytes a parameter, and no snapshot beside it. Scratch is one chunk a
-thread.
+The shadow is what was sent last: 2 bytes a parameter, and no snapshot beside it. Scratch is a
+batch a thread, touched as far as elements change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from weightline.codec import backend, digest
-from weightline.codec.coding import CHUNK_LOG2, R_HITS, Piece, Segment, encode, kind_of, pieces_of, rows_of
+from weightline.codec.coding import (
+    CHUNK_LOG2,
+    R_COUNT,
+    R_HITS,
+    R_NEW,
+    R_OLD,
+    Piece,
+    Segment,
+    batches,
+    encode,
+    kind_of,
+    rows_of,
+)
 from weightline.codec.delta import Delta
 from weightline.codec.diffing import check_options, require_same, sum_lanes
-from weightline.codec.dtypes import Bits, bits_of, from_bits, specs_of
+from weightline.codec.dtypes import Bits, address_of, bits_of, from_bits, specs_of
 from weightline.codec.scanned import Scanned
 from weightline.errors import InvalidInput
 from weightline.types import TensorSpec
@@ -41,8 +53,10 @@ class Shadow:
             self._bits[name] = bits
         self.digests: dict[str, str] = {}
         """Additive digest of each tensor, carried along."""
-        for ordinal, (name, array) in enumerate(masters.items()):
-            self._cast(ordinal, name, bits_of(array), "absolute")
+        for name, array in masters.items():
+            bits = bits_of(array)
+            for piece in self._pieces(0, name, bits, "absolute"):
+                self._cast([piece], "absolute")
             self.digests[name] = digest.digest_of(self._bits[name])
 
     @staticmethod
@@ -60,34 +74,35 @@ class Shadow:
         """Name -> bf16 array: views of the shadow, which change with the next `refresh`."""
         return {name: from_bits(bits, self._specs[name]) for name, bits in self._bits.items()}
 
-    def _cast(self, ordinal: int, name: str, master: Bits, level: str) -> list[Segment]:
-        shadow = self._bits[name]
+    def _pieces(self, ordinal: int, name: str, master: Bits, level: str) -> Iterator[Piece]:
+        """The chunks of one tensor: `old` is the shadow's memory, `new` the masters'."""
+        shadow, chunk = self._bits[name], 1 << CHUNK_LOG2[level]
+        old, new = address_of(shadow), address_of(master)
+        for start in range(0, shadow.size, chunk):
+            yield Piece(ordinal, start, min(chunk, shadow.size - start), old + 2 * start, new + 4 * start)
 
-        def work(piece: Piece) -> Segment:
-            start, stop = piece.start, piece.start + piece.elements
-            pos = backend.scratch("pos", piece.elements, _U32)
-            was = backend.scratch("was", piece.elements, _U16)
-            now = backend.scratch("now", piece.elements, _U16)
-            kernels = backend.engine()
-            hits = kernels.cast(master[start:stop], shadow[start:stop], pos, was, now)
-            rows, lanes = rows_of([piece]), np.zeros((1, 2), np.uint64)
-            rows[0, R_HITS] = hits
-            pos, was, now = pos[:hits].copy(), was[:hits].copy(), now[:hits].copy()
-            if hits:
-                kernels.digest_moves(start, pos, was, now, lanes)
-            segment = Segment([piece], rows, pos, was, now, lanes, None)
-            if level == "absolute":
-                return segment
-            if level == "dense":
-                # The encoder reads the old elements: they are put back for it.
-                kernels.write(rows, pos, was)
-            coded = encode(segment, _KIND, dense=level == "dense")
-            if level == "dense":
-                kernels.write(rows, pos, now)
-            return segment._replace(coded=coded)
-
-        pieces = pieces_of(ordinal, shadow, None, 1 << CHUNK_LOG2[level])
-        return list(backend.map_ordered(work, pieces))
+    def _cast(self, batch: Sequence[Piece], level: str) -> Segment:
+        """Cast, compare, emit and refresh a batch, and encode it when `level` asks for it."""
+        rows, kernels = rows_of(batch), backend.engine()
+        room = int(rows[:, R_COUNT].sum())
+        pos = backend.scratch("pos", room, _U32)
+        was, now = backend.scratch("was", room, _U16), backend.scratch("now", room, _U16)
+        lanes = np.zeros((len(rows), 2), np.uint64)
+        kernels.cast(rows, pos, was, now, lanes)
+        hits = int(rows[:, R_HITS].sum())
+        # From here on the new elements are those of the shadow.
+        rows[:, R_NEW] = rows[:, R_OLD]
+        segment = Segment(batch, rows, pos[:hits].copy(), was[:hits].copy(), now[:hits].copy(), lanes, None)
+        if level == "absolute":
+            return segment
+        if level == "dense":
+            # The encoder reads the old elements: they are put back for it, and the new ones are nowhere then.
+            rows[:, R_NEW] = 0
+            kernels.write(rows, segment.pos, segment.was)
+        coded = encode(segment, _KIND, dense=level == "dense")
+        if level == "dense":
+            kernels.write(rows, segment.pos, segment.now)
+        return segment._replace(coded=coded)
 
     def refresh(self, masters: Mapping[str, Any], *, level: str = "absolute") -> Delta:
         """Cast, compare, emit and bring the shadow up to date, in one pass; the delta is what changed since
@@ -99,11 +114,12 @@ class Shadow:
         require_same(self._specs, self._narrow_specs(masters))
         flat = {name: bits_of(masters[name]) for name in self._specs}
         names = list(self._specs)
-        segments = [
-            segment
+        pieces = [
+            piece
             for ordinal, name in enumerate(names)
-            for segment in self._cast(ordinal, name, flat[name], level)
+            for piece in self._pieces(ordinal, name, flat[name], level)
         ]
+        segments = list(backend.map_ordered(lambda batch: self._cast(batch, level), batches(pieces)))
         digests = {}
         for ordinal, gain in sorted(sum_lanes(segments).items()):
             name = names[ordinal]

@@ -12,8 +12,9 @@ def exercise() -> None:
     """Compile the kernels, or load them from numba's cache."""
     for width in (1, 2, 4, 8):
         _at_width(np.dtype(f"u{width}"))
-    few = np.zeros(8, np.uint16)
-    kernels.cast(np.zeros(8, np.uint32), few, np.zeros(8, np.uint32), few.copy(), few.copy())
+    master, shadow = np.zeros(8, np.uint32), np.zeros(8, np.uint16)
+    rows = rows_of([Piece(0, 0, 8, shadow.ctypes.data, master.ctypes.data)])
+    kernels.cast(rows, np.zeros(8, np.uint32), shadow.copy(), shadow.copy(), np.zeros((1, 2), np.uint64))
 
 
 def _at_width(dtype: np.dtype[np.unsignedinteger]) -> None:

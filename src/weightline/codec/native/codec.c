@@ -225,7 +225,7 @@ static void get_signs(const u64 *in, i64 at, uint8_t *sign, i64 n) {
 #undef W
 #undef U
 
-int wl_abi(void) { return 3; }
+int wl_abi(void) { return 4; }
 
 #else /* ------------------------------------------------------------------ once for each width */
 
@@ -295,15 +295,27 @@ static inline u64 FN(differ64)(const U *a, const U *b) {
 #endif
 }
 
+/* Lists the changes of 64 elements, the first of which has position `first`; returns how many. Most that have one have one or two: two
+ * are listed without asking, so there must be room for two. */
+static inline i64 FN(list64)(u64 differ, i64 first, const U *old, const U *neu, u32 *pos, U *was, U *is) {
+    i64 hits = __builtin_popcountll(differ), n = 2, i = __builtin_ctzll(differ), o;
+    differ &= differ - 1;
+    o = differ ? __builtin_ctzll(differ) : i;
+    pos[0] = (u32)(first + i); was[0] = old[i]; is[0] = neu[i];
+    pos[1] = (u32)(first + o); was[1] = old[o]; is[1] = neu[o];
+    if (hits > 2)
+        for (differ &= differ - 1; differ; differ &= differ - 1, n++) {
+            i = __builtin_ctzll(differ);
+            pos[n] = (u32)(first + i); was[n] = old[i]; is[n] = neu[i];
+        }
+    return hits;
+}
+
 static i64 FN(scan_chunk)(const U *old, const U *neu, i64 n, u32 *pos, U *was, U *is) {
     i64 hits = 0, j = 0;
     for (; j + 64 <= n; j += 64) {
         u64 m = FN(differ64)(old + j, neu + j);
-        while (m) {
-            i64 i = j + __builtin_ctzll(m);
-            m &= m - 1;
-            pos[hits] = (u32)i; was[hits] = old[i]; is[hits] = neu[i]; hits++;
-        }
+        if (m) hits += FN(list64)(m, j, old + j, neu + j, pos + hits, was + hits, is + hits);
     }
     for (; j < n; j++) if (old[j] != neu[j]) { pos[hits] = (u32)j; was[hits] = old[j]; is[hits] = neu[j]; hits++; }
     return hits;
@@ -342,7 +354,7 @@ static inline U cast_one(u32 x) {
     u32 even = (x + 0x7FFF + ((x >> 16) & 1)) >> 16, nan = ((x >> 16) & 0x8000) | 0x7FC0;
     return (U)((x & 0x7FFFFFFF) > 0x7F800000 ? nan : even);
 }
-i64 wl_cast(const u32 *master, U *shadow, i64 n, u32 *pos, U *was, U *is) {
+static i64 cast_chunk(const u32 *master, U *shadow, i64 n, u32 *pos, U *was, U *is) {
     enum { STRETCH = 2048 };
     U cast[STRETCH] __attribute__((aligned(64)));
     u64 differ[STRETCH / 64];
@@ -359,13 +371,9 @@ i64 wl_cast(const u32 *master, U *shadow, i64 n, u32 *pos, U *was, U *is) {
             found += differ[q] != 0;
         }
         for (int k = 0; k < found; k++) {
-            u64 d = differ[at[k]];
-            do {
-                i64 i = 64 * at[k] + __builtin_ctzll(d);
-                d &= d - 1;
-                pos[hits] = (u32)(j + i); was[hits] = shadow[j + i]; is[hits] = cast[i]; hits++;
-                shadow[j + i] = cast[i];
-            } while (d);
+            i64 i = j + 64 * at[k];
+            hits += FN(list64)(differ[at[k]], i, shadow + i, cast + 64 * at[k], pos + hits, was + hits, is + hits);
+            memcpy(shadow + i, cast + 64 * at[k], 64 * sizeof(U));
         }
     }
     for (; j < n; j++) {
@@ -373,6 +381,20 @@ i64 wl_cast(const u32 *master, U *shadow, i64 n, u32 *pos, U *was, U *is) {
         if (c != shadow[j]) { pos[hits] = (u32)j; was[hits] = shadow[j]; is[hits] = c; hits++; shadow[j] = c; }
     }
     return hits;
+}
+/* Rows in turn, as wl_scan (R_OLD: address of the shadow, R_NEW: of the masters). */
+i64 wl_cast(i64 *rows, i64 count, u32 *pos, U *was, U *is, i64 room, u64 *lanes) {
+    i64 at = 0, r = 0;
+    for (; r < count; r++) {
+        i64 *row = rows + r * R_FIELDS;
+        if (at + row[R_COUNT] > room) break;
+        i64 hits = cast_chunk((const u32 *)row[R_NEW], (U *)row[R_OLD], row[R_COUNT], pos + at, was + at, is + at);
+        row[R_OFFSET] = at; row[R_HITS] = hits;
+        lanes[2 * r] = lanes[2 * r + 1] = 0;
+        FN(wl_digest_moves)((u64)row[R_START], pos + at, was + at, is + at, hits, lanes + 2 * r);
+        at += hits;
+    }
+    return r;
 }
 #endif
 
