@@ -20,7 +20,7 @@ from weightline.codec.bitruns import U64, jit
 from weightline.codec.chunkcode import encode_chunk
 from weightline.codec.chunkread import decode_chunk, finish_chunk
 from weightline.codec.dtypes import address_of as _at
-from weightline.codec.intrinsics import over
+from weightline.codec.intrinsics import load64, over, trailing_zeros
 from weightline.codec.stepcode import E_DENSE, E_RAW, contexts_of
 
 Array = npt.NDArray[Any]
@@ -109,14 +109,24 @@ def _scan_chunk(old: Any, new: Any, pos: Any, was: Any, now: Any) -> Any:
     hits = np.int64(0)
     block = 128
     full = n // block
+    width, each = U64(old.itemsize * 8), U64(old.itemsize)
+    by = U64(trailing_zeros(each))
+    ones = ~U64(0) >> (U64(64) - width)
+    a, b = U64(old.ctypes.data), U64(new.ctypes.data)
     for k in range(full):
         at = k * block
         differs = old[0] ^ old[0]
         for j in range(block):
             differs |= old[at + j] ^ new[at + j]
         if differs != 0:
-            for j in range(at, at + block):
-                if old[j] != new[j]:
+            # Eight bytes at a time: most have no change.
+            first = U64(at) * each
+            for w in range(first, first + U64(block) * each, U64(8)):
+                x = load64(a + w) ^ load64(b + w)
+                while x != U64(0):
+                    i = U64(trailing_zeros(x)) >> (by + U64(3))
+                    x &= ~(ones << (i * width))
+                    j = np.int64((w >> by) + i)
                     pos[hits] = j
                     was[hits] = old[j]
                     now[hits] = new[j]
