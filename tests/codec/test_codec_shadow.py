@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightline import codec
 from weightline.codec import backend, kernels, native
-from weightline.codec.coding import Piece, rows_of
+from weightline.codec.coding import R_HITS, Piece, rows_of
 from weightline.errors import InvalidInput
 
 
@@ -60,6 +60,28 @@ def test_any_fp32_bits_are_rounded_to_nearest_even(values):
         with np.errstate(invalid="ignore"):
             expected = bits.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
         assert np.array_equal(shadow, expected)
+
+
+@pytest.mark.parametrize("odd", [0.0, 0.001, 0.5], ids=["plain", "some odd", "half odd"])
+def test_long_runs_with_subnormals_and_nan_among_them_are_rounded_alike(odd):
+    rng = np.random.default_rng(4)
+    bits = (rng.standard_normal(9001) * 0.05).astype(np.float32).view(np.uint32)
+    at = np.flatnonzero(rng.random(bits.size) < odd)
+    strange = np.array(
+        [0x0000_0001, 0x8000_7FFF, 0x007F_FFFF, 0x7F80_0001, 0xFFC1_2345, 0x7F80_0000], np.uint32
+    )
+    bits[at] = rng.choice(strange, at.size)
+    with np.errstate(invalid="ignore"):
+        expected = bits.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    for kernel in (kernels, native):
+        shadow = np.zeros(bits.size, np.uint16)
+        rows = rows_of([Piece(0, 0, bits.size, shadow.ctypes.data, bits.ctypes.data)])
+        pos, was, now = np.empty(bits.size, np.uint32), shadow.copy(), shadow.copy()
+        kernel.cast(rows, pos, was, now, np.zeros((1, 2), np.uint64))
+        assert np.array_equal(shadow, expected)
+        hits = int(rows[0, R_HITS])
+        assert np.array_equal(pos[:hits], np.flatnonzero(expected))
+        assert np.array_equal(now[:hits], expected[pos[:hits]])
 
 
 def test_other_dtypes_and_shapes_are_refused_before_anything_changes():
