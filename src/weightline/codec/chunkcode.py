@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from weightline.codec.bitruns import (
+    CAP,
     U64,
     bitlen,
     gap_cost,
@@ -32,6 +33,8 @@ from weightline.codec.stepcode import (
     K_N,
     K_R,
     K_X,
+    LATER,
+    MANY,
     ONES,
     OVERHEAD,
     PLAIN,
@@ -43,6 +46,9 @@ from weightline.codec.stepcode import (
     context,
     step_of,
 )
+
+TRIED = 8
+"""Rice parameters that the choice of dense classes looks at."""
 
 
 @jit
@@ -82,7 +88,57 @@ def choose_values(m: Any, n: Any, row: Any, x: Any, g: Any, width: Any) -> Any:
 
 
 @jit
-def find_classes(dense: Any, hits: Any, ones: Any, bits: Any, total: Any, cls: Any) -> Any:
+def dense_cost(n: Any, ones: Any, bits: Any, everything: Any, sums: Any, width: Any) -> Any:
+    """What a dense class costs, but for its n signs, in 1/256 bit: `sums` has the quotients that its steps
+    have with each of TRIED parameters, and those that the steps of more than one unit have with one unit
+    less."""
+    gaps = gap_cost(n, everything)
+    others = n - ones
+    least = (width - 1) * n
+    fewest = width * others
+    if gaps > everything << 8 and everything >= n:
+        gaps = everything << 8  # in unary
+    if others == 0:
+        return gaps
+    if bits > 8 * others:
+        return gaps + value_cost(n, ones, bits)  # larger steps than the sums tell apart
+    for r in range(TRIED):
+        least = min(least, n * (r + 1) + sums[r])
+        fewest = min(fewest, others * (r + 1) + sums[TRIED + r])
+    least <<= 8
+    if others < n:
+        between = min(gap_cost(others, n), n << 8)
+        least = min(least, between + ((fewest + 2 * bitlen(U64(others))) << 8))
+    return gaps + least
+
+
+@jit
+def weigh(was: Any, now: Any, is_float: Any, shift: Any, mask: Any, width: Any, sums: Any) -> None:
+    """Those sums for each exponent."""
+    for j in range(was.size):
+        _, size = step_of(was[j], now[j], is_float, width)
+        if size == U64(0):
+            continue
+        row = sums[context(was[j], shift, mask)]
+        for r in range(TRIED):
+            q = size >> U64(r)
+            less = (size - U64(1)) >> U64(r)
+            row[r] += np.int64(q) if q < U64(CAP) else CAP + width
+            row[TRIED + r] += np.int64(less) if less < U64(CAP) else CAP + width
+
+
+@jit
+def find_classes(
+    dense: Any,
+    hits: Any,
+    ones: Any,
+    bits: Any,
+    total: Any,
+    sums: Any,
+    width: Any,
+    overhead: Any,
+    cls: Any,
+) -> Any:
     """Classes of exponents for `hits` changes: the cheapest partition by dynamic programming. Returns how
     many."""
     e = np.empty(256, np.int64)
@@ -98,6 +154,7 @@ def find_classes(dense: Any, hits: Any, ones: Any, bits: Any, total: Any, cls: A
         o = np.int64(0)
         b = np.int64(0)
         everything = np.int64(0)
+        some = np.zeros(2 * TRIED, np.int64)
         cost[j] = -1
         for i in range(j - 1, -1, -1):
             n += hits[e[i]]
@@ -105,9 +162,11 @@ def find_classes(dense: Any, hits: Any, ones: Any, bits: Any, total: Any, cls: A
             b += bits[e[i]]
             for t in range(e[i], e[i + 1] if i + 1 < j else e[i] + 1):
                 everything += total[t]
-            c = cost[i] + OVERHEAD + value_cost(n, o, b)
             if dense:
-                c += gap_cost(n, everything)
+                some += sums[e[i]]
+                c = cost[i] + overhead + dense_cost(n, o, b, everything, some, width)
+            else:
+                c = cost[i] + overhead + value_cost(n, o, b)
             if cost[j] < 0 or c < cost[j]:
                 cost[j] = c
                 origin[j] = i
@@ -230,7 +289,11 @@ def encode_chunk(
         stride = (total >> 16) | 1
         for i in range(0, total, stride):
             everything[contexts[i]] += stride
-    count = find_classes(dense, hits, ones, bits, everything, cls)
+    sums = np.zeros((256 if dense else 0, 2 * TRIED), np.int64)
+    if dense:
+        weigh(was, now, is_float, shift, mask, width, sums)
+    overhead = LATER if dense and n >= MANY else OVERHEAD
+    count = find_classes(dense, hits, ones, bits, everything, sums, width, overhead, cls)
     maps = np.zeros(256, np.uint8)
     with_rest = np.full(256, min(count, 255), np.uint8)
     fill, start = np.zeros(257, np.int64), np.zeros(257, np.int64)

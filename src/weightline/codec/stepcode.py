@@ -17,7 +17,7 @@ from weightline.codec.intrinsics import over
 
 ONES, RICE, EXCEPTIONS, PLAIN = 0, 1, 2, 3
 E_FAST, E_DENSE, E_RAW = 1, 2, 3
-OVERHEAD = 28 << 8
+OVERHEAD, LATER, MANY = 28 << 8, 14 << 8, 128
 K_LO, K_HI, K_N, K_K, K_MODE, K_R, K_X = range(7)
 T_ENCODING, T_K, T_CLASSES, T_NBYTES = range(4)
 NEVER = np.int64((1 << 63) - 1)

@@ -38,7 +38,10 @@ typedef uint32_t u32;
 #define AHEAD 512         /* changes whose memory is asked for ahead, block by block */
 #define NEAR 128          /* the same, one by one */
 #define ASK(p) __builtin_prefetch((p), 0, 2) /* into L2: L1 has buffers for so few lines on their way that a loop waits for them */
+#define TRIED 8           /* Rice parameters that the choice of dense classes looks at */
 #define OVERHEAD (28 << 8) /* what a class costs in the tables, in 1/256 bit */
+#define LATER (14 << 8)    /* the same, where there are many classes, whose columns are alike */
+#define MANY 128          /* changes of a dense chunk that has many */
 enum { E_NONE, E_FAST, E_DENSE, E_RAW };
 enum { R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS, R_FIELDS };            /* rows of a scan */
 enum { T_ENCODING, T_K, T_CLASSES, T_NBYTES, T_FIELDS };                         /* one a chunk */
@@ -506,19 +509,62 @@ static i64 FN(choose_values)(const U *m, i64 n, i64 *row, U *x, u32 *g) {
     return rice;
 }
 
-/* Classes of exponents [lo, hi] for `hits` changes: the cheapest partition by dynamic programming. Returns how many. */
-static i64 FN(classes)(int dense, const i64 *hits, const i64 *ones, const i64 *bits, const i64 *total, i64 *cls) {
+/* What a dense class costs, but for its n signs, in 1/256 bit: `sums` has the quotients that its steps have with each of TRIED parameters,
+ * and those that the steps of more than one unit have with one unit less. */
+static i64 FN(dense_cost)(i64 n, i64 ones, i64 bits, i64 all, const i64 *sums) {
+    i64 gaps = gap_cost((u64)n, (u64)all), others = n - ones, least = (BITS - 1) * n, fewest = BITS * others;
+    if (gaps > all << 8 && all >= n) gaps = all << 8; /* in unary */
+    if (!others) return gaps;
+    if (bits > 8 * others) return gaps + value_cost((u64)n, (u64)ones, (u64)bits); /* larger steps than the sums tell apart */
+    for (int r = 0; r < TRIED; r++) {
+        i64 all_steps = n * (r + 1) + sums[r], rest = others * (r + 1) + sums[TRIED + r];
+        if (all_steps < least) least = all_steps;
+        if (rest < fewest) fewest = rest;
+    }
+    least <<= 8;
+    if (others < n) {
+        i64 between = gap_cost((u64)others, (u64)n);
+        if (between > n << 8) between = n << 8;
+        between += (fewest + 2 * bitlen((u64)others)) << 8;
+        if (between < least) least = between;
+    }
+    return gaps + least;
+}
+
+/* Those sums for each exponent. */
+static void FN(weigh)(const U *was, const U *is, i64 n, int is_float, int shift, int mask, i64 (*sums)[2 * TRIED]) {
+    for (i64 j = 0; j < n; j++) {
+        U d = (U)(FN(order)(is[j], is_float) - FN(order)(was[j], is_float));
+        U down = (U)(0 - (U)(d >> (BITS - 1)));
+        u64 size = (U)((U)((d ^ down) - down) - 1);
+        if (!size) continue;
+        i64 *sum = sums[FN(expo)(was[j], shift, mask)];
+        for (int r = 0; r < TRIED; r++) {
+            u64 q = size >> r, less = (size - 1) >> r;
+            sum[r] += q < CAP ? (i64)q : CAP + BITS;
+            sum[TRIED + r] += less < CAP ? (i64)less : CAP + BITS;
+        }
+    }
+}
+
+/* Classes of exponents [lo, hi] for `hits` changes: the cheapest partition by dynamic programming. `sums`: for dense, NULL for fast. Returns
+ * how many. */
+static i64 FN(classes)(const i64 *hits, const i64 *ones, const i64 *bits, const i64 *total, const i64 (*sums)[2 * TRIED], i64 overhead, i64 *cls) {
     int e[256], m = 0, from[257];
     i64 cost[257];
     for (int i = 0; i < 256; i++) if (hits[i]) e[m++] = i;
     cost[0] = 0;
     for (int j = 1; j <= m; j++) {
-        i64 n = 0, o = 0, b = 0, all = 0;
+        i64 n = 0, o = 0, b = 0, all = 0, sum[2 * TRIED] = {0};
         cost[j] = -1;
         for (int i = j - 1; i >= 0; i--) {
             n += hits[e[i]]; o += ones[e[i]]; b += bits[e[i]];
             for (int t = e[i]; t < (i + 1 < j ? e[i + 1] : e[i] + 1); t++) all += total[t];
-            i64 c = cost[i] + OVERHEAD + value_cost((u64)n, (u64)o, (u64)b) + (dense ? gap_cost((u64)n, (u64)all) : 0);
+            i64 c = cost[i] + overhead;
+            if (sums) {
+                for (int r = 0; r < 2 * TRIED; r++) sum[r] += sums[e[i]][r];
+                c += FN(dense_cost)(n, o, b, all, sum);
+            } else c += value_cost((u64)n, (u64)o, (u64)b);
             if (cost[j] < 0 || c < cost[j]) { cost[j] = c; from[j] = i; }
         }
     }
@@ -636,11 +682,15 @@ static i64 FN(encode_chunk)(const U *base, const U *neu, i64 total, const u32 *p
         u64 sum = both[0][e] + both[1][e];
         hits[e] = (i64)count_of[0][e] + count_of[1][e]; ones[e] = (i64)(u32)sum; bits[e] = (i64)(sum >> 32);
     }
+    i64 sums[256][2 * TRIED];
     if (dense) {
         i64 stride = (total >> 16) | 1;
         for (i64 i = 0; i < total; i += stride) all[FN(expo)(base[i], shift, mask)] += stride;
+        memset(sums, 0, sizeof sums);
+        FN(weigh)(was, is, n, is_float, shift, mask, sums);
     }
-    i64 count = FN(classes)(dense, hits, ones, bits, all, cls), fill[MAXCLASSES], at = 0;
+    i64 overhead = dense && n >= MANY ? LATER : OVERHEAD, fill[MAXCLASSES], at = 0;
+    i64 count = FN(classes)(hits, ones, bits, all, dense ? (const i64 (*)[2 * TRIED])sums : NULL, overhead, cls);
     uint8_t map[256];
     memset(map, 0, sizeof map);
     for (i64 c = 0; c < count; c++) {
