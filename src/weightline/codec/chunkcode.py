@@ -292,7 +292,7 @@ def encode_chunk(
     sums = np.zeros((256 if dense else 0, 2 * TRIED), np.int64)
     if dense:
         weigh(was, now, is_float, shift, mask, width, sums)
-    overhead = LATER if dense and n >= MANY else OVERHEAD
+    overhead = LATER if dense and n >= MANY and n < total >> 8 else OVERHEAD
     count = find_classes(dense, hits, ones, bits, everything, sums, width, overhead, cls)
     maps = np.zeros(256, np.uint8)
     with_rest = np.full(256, min(count, 255), np.uint8)

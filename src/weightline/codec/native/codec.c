@@ -41,7 +41,7 @@ typedef uint32_t u32;
 #define TRIED 8           /* Rice parameters that the choice of dense classes looks at */
 #define OVERHEAD (28 << 8) /* what a class costs in the tables, in 1/256 bit */
 #define LATER (14 << 8)    /* the same, where there are many classes, whose columns are alike */
-#define MANY 128          /* changes of a dense chunk that has many */
+#define MANY 128          /* changes of a dense chunk that has many; where more than one in 256 changes, fewer classes are faster and cost little */
 enum { E_NONE, E_FAST, E_DENSE, E_RAW };
 enum { R_OLD, R_NEW, R_COUNT, R_START, R_OFFSET, R_HITS, R_FIELDS };            /* rows of a scan */
 enum { T_ENCODING, T_K, T_CLASSES, T_NBYTES, T_FIELDS };                         /* one a chunk */
@@ -689,7 +689,7 @@ static i64 FN(encode_chunk)(const U *base, const U *neu, i64 total, const u32 *p
         memset(sums, 0, sizeof sums);
         FN(weigh)(was, is, n, is_float, shift, mask, sums);
     }
-    i64 overhead = dense && n >= MANY ? LATER : OVERHEAD, fill[MAXCLASSES], at = 0;
+    i64 overhead = dense && n >= MANY && n < total >> 8 ? LATER : OVERHEAD, fill[MAXCLASSES], at = 0;
     i64 count = FN(classes)(hits, ones, bits, all, dense ? (const i64 (*)[2 * TRIED])sums : NULL, overhead, cls);
     uint8_t map[256];
     memset(map, 0, sizeof map);
