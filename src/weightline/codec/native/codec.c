@@ -617,6 +617,25 @@ static inline u64 FN(inside64)(const U *a, U field, U low, U span) {
 #endif
 #define BLOCK 4096
 #define WORDS (BLOCK / 64)
+#if W == 2 && defined(__AVX512VBMI__)
+/* The class of each element of a block, a byte each: one compare finds those of a class among 64 then, however many classes there are. */
+#define LABELS 1
+static void FN(label)(const U *a, int shift, int mask, const uint8_t *map, uint8_t *label) {
+    const __m512i t0 = _mm512_loadu_si512(map), t1 = _mm512_loadu_si512(map + 64), t2 = _mm512_loadu_si512(map + 128),
+                  t3 = _mm512_loadu_si512(map + 192), field = _mm512_set1_epi16((short)mask);
+    const __m128i by = _mm_cvtsi32_si128(shift);
+    for (int q = 0; q < BLOCK; q += 64) {
+        __m512i lo = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(a + q), by), field);
+        __m512i hi = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(a + q + 32), by), field);
+        __m512i e = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(lo)), _mm512_cvtepi16_epi8(hi), 1);
+        _mm512_store_si512(label + q, _mm512_mask_blend_epi8(_mm512_movepi8_mask(e), _mm512_permutex2var_epi8(t0, e, t1),
+                                                             _mm512_permutex2var_epi8(t2, e, t3)));
+    }
+}
+#define INSIDE(q) _mm512_cmpeq_epi8_mask(_mm512_load_si512(label + 64 * (q)), class)
+#else
+#define INSIDE(q) FN(inside64)(base + i + 64 * (q), field, low, span)
+#endif
 
 /* Gaps in the rank space of each class, in class order: fill[c] is the first free place of class c. */
 static void FN(rank_gaps)(const U *base, i64 total, const u32 *pos, i64 n, const uint8_t *map, i64 count, const i64 *cls, int shift,
@@ -628,15 +647,22 @@ static void FN(rank_gaps)(const U *base, i64 total, const u32 *pos, i64 n, const
     U field = (U)((U)mask << shift);
     for (; i + BLOCK <= total && j < n; i += BLOCK) {
         u64 hit[WORDS];
+#ifdef LABELS
+        uint8_t label[BLOCK] __attribute__((aligned(64)));
+        FN(label)(base + i, shift, mask, map, label);
+#endif
         memset(hit, 0, sizeof hit);
         for (; j < n && pos[j] < i + BLOCK; j++) hit[(pos[j] - i) >> 6] |= 1ull << (pos[j] & 63);
         for (i64 c = 0; c < count; c++) {
             const i64 *row = cls + c * K_FIELDS;
             U low = (U)((U)row[K_LO] << shift), span = (U)((U)(row[K_HI] - row[K_LO]) << shift);
+#ifdef LABELS
+            const __m512i class = _mm512_set1_epi8((char)c);
+#endif
             u32 s = seen[c];
             i64 at = fill[c];
             for (int q = 0; q < WORDS; q++) {
-                u64 m = FN(inside64)(base + i + 64 * q, field, low, span), h = m & hit[q];
+                u64 m = INSIDE(q), h = m & hit[q];
                 u32 whole = (u32)__builtin_popcountll(m), past = 0;
                 while (h) {
                     u32 upto = (u32)__builtin_popcountll(m & (h ^ (h - 1))); /* elements of the class up to this one */
@@ -810,14 +836,21 @@ static i64 FN(find_ranks)(const U *base, i64 total, int shift, int mask, const u
     U field = (U)((U)mask << shift);
     for (; i + BLOCK <= total; i += BLOCK) {
         u64 found[WORDS];
+#ifdef LABELS
+        uint8_t label[BLOCK] __attribute__((aligned(64)));
+        FN(label)(base + i, shift, mask, map, label);
+#endif
         memset(found, 0, sizeof found);
         for (i64 c = 0; c < count; c++) {
             const i64 *row = cls + c * K_FIELDS;
             U low = (U)((U)row[K_LO] << shift), span = (U)((U)(row[K_HI] - row[K_LO]) << shift);
+#ifdef LABELS
+            const __m512i class = _mm512_set1_epi8((char)c);
+#endif
             i64 l = left[c];
             if (l == INT64_MAX) continue;
             for (int q = 0; q < WORDS; q++) {
-                u64 m = FN(inside64)(base + i + 64 * q, field, low, span);
+                u64 m = INSIDE(q);
                 i64 inside = __builtin_popcountll(m);
                 if (l > inside) { l -= inside; continue; }
                 i64 counted = 0;
@@ -1021,5 +1054,7 @@ i64 FN(wl_decode)(i64 *rows, i64 count, const i64 *chunks, const i64 *cls, i64 i
 #undef SIGN
 #undef RANGES
 #undef BLOCK
+#undef LABELS
+#undef INSIDE
 #undef WORDS
 #endif
