@@ -17,6 +17,8 @@ from weightline.types import WeightVersionSpan
 Kv = Literal["kept", "recomputed", "ended"]
 """What a pause does to the keys and values of running requests."""
 OutputMode = Literal["tokens", "text"]
+ABORT_WHILE_PAUSED = "abort during a pause"
+"""In `Client.not_offered`: a request that came during a pause cannot be aborted before the pause ends."""
 
 
 class Pause(Struct, frozen=True):
@@ -180,4 +182,10 @@ def open_client(engine: str) -> Client:
         from weightline.testing.client_vllm import VllmClient
 
         return VllmClient(url)
-    raise InvalidInput(f"engine kind {kind!r} has no conformance client", hint="these have: embedded, vllm")
+    if kind == "sglang":
+        from weightline.testing.client_sglang import SglangClient
+
+        return SglangClient(url)
+    raise InvalidInput(
+        f"engine kind {kind!r} has no conformance client", hint="these have: embedded, sglang, vllm"
+    )
