@@ -197,9 +197,8 @@ class SglangClient:
         ):
             status, answer = self.wire.call("POST", path, body)
             found.append((id, what, status in wanted, f"HTTP {status}: {str(answer)[:120]}"))
-        label = self.label()
-        body = {"new_version": label, "abort_all_requests": False}
-        status, answer = self.wire.call("POST", "/update_weight_version", body)
+        unchanged = {"new_version": self.label(), "abort_all_requests": False}
+        status, answer = self.wire.call("POST", "/update_weight_version", unchanged)
         fine = status == 200 and (answer or {}).get("success") is True
         found.append(("label.answer", "POST /update_weight_version answers success", fine, str(answer)[:120]))
         status, _ = self.wire.call("GET", "/health")
