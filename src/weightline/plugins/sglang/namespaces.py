@@ -59,19 +59,5 @@ def _admitted(original: Callable[..., Any], scheduler: Any, request: Any, *args:
     return original(scheduler, request, *args, **kwargs)
 
 
-def _relabelled(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    from weightline.plugins.sglang.engine import serving_label
-
-    before = serving_label()
-    try:
-        return original(scheduler, *args, **kwargs)
-    finally:
-        if serving_label() != before:
-            renew(scheduler)
-
-
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-HOOKS = (
-    Hook(f"{_SCHEDULER}._add_request_to_queue", _admitted),
-    Hook(f"{_SCHEDULER}.record_weight_version_change", _relabelled),
-)
+HOOKS = (Hook(f"{_SCHEDULER}._add_request_to_queue", _admitted),)
