@@ -136,7 +136,7 @@ def test_a_rollback_steps_back_and_a_name_without_a_home_is_refused(world: World
     _serves(world, old)
     world.follow_to(world.follower(), new)
     stray = {**world.weights, "model.layers.9.mlp.up_proj.weight": world.weights["model.norm.weight"]}
-    world.engine.commit(stray, step=99)
+    world.engine.commit(stray, step=99, anchor=True)
     follower = world.follower()
     follower.step()
     refused = [event for event in world.events if event["event"] == "refused"]
