@@ -98,7 +98,8 @@ def test_a_child_gets_its_environment_and_a_session_of_its_own(children: Childre
 
 
 PARENT = """
-import sys, os, json, time
+import sys, os, json, time, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test run under nohup hands it down as ignored
 from pathlib import Path
 from weightline.demo.children import Children
 children = Children(Path(sys.argv[1]) / "logs")

@@ -144,12 +144,45 @@ def test_a_rollback_steps_back_and_a_name_without_a_home_is_refused(world: World
     _serves(world, new)
 
 
+def test_every_misfit_is_listed_at_once_and_the_engine_stays_as_it_was(world: World) -> None:
+    """SGLang itself takes a wrong q_proj in silence, and a wrong norm ends the server."""
+    version = _to_next(world)
+    query, norm = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+    wrong = {query: world.weights[query][:-1], norm: world.weights[norm].double()}
+    gone = "model.layers.1.mlp.up_proj.weight"
+    offered = {name: tensor for name, tensor in world.weights.items() if name != gone}
+    world.engine.commit({**offered, **wrong}, step=99, anchor=True)
+    world.follower().step()
+    refused = str([event for event in world.events if event["event"] == "refused"][-1])
+    assert [name for name in (*wrong, gone) if name not in refused] == []
+    _serves(world, version)
+
+
 def test_the_conformance_suite_passes(server: Server) -> None:
     """All three pauses, swaps in place among them, under the overlap scheduler."""
     options = conformance.Options(tokens=SUITE_TOKENS, swaps=SUITE_TOKENS // 400, workers=16)
     report = conformance.run("sglang", f"{server.url}?kv=keep", server.model, options=options)
     assert [check for check in report.checks if not check.ok] == []
     assert report.figures["mixed"] > 20
+
+
+def test_a_restarted_server_is_brought_to_the_newest_version(server: Server, tmp_path: Path) -> None:
+    """Last: it is another process afterwards, and says "default" until a follower has been there."""
+    world = World(tmp_path, server, read_folder(server.model))
+    try:
+        version = _to_next(world)
+        follower = world.follower()
+        follower.step()
+        instance = follower.port.describe().instance
+        server.kill()
+        follower.step()
+        server.start()
+        assert server.label() == "default"
+        world.follow_to(follower, version)
+        assert follower.port.describe().instance != instance
+        _serves(world, version)
+    finally:
+        world.close()
 
 
 @pytest.mark.soak
