@@ -12,7 +12,7 @@ SGLANG_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/engi
 # Test processes at once: most tests wait for processes, disks and servers of their own.
 JOBS ?= 2
 
-.PHONY: help setup demo test test-faults test-pythons setup-vllm test-vllm soak-vllm setup-sglang test-sglang soak-sglang bench bench-vllm bench-sglang soak lint format clean
+.PHONY: help setup demo test test-faults test-pythons setup-vllm test-vllm soak-vllm setup-sglang test-sglang soak-sglang bench bench-vllm soak lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -75,9 +75,6 @@ bench: setup  ## the figures that need no model but the demo's
 
 bench-vllm: setup setup-vllm  ## refits of a stock vLLM server; MODEL=DIR, a Hugging Face folder (default SmolLM2)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python benchmarks/vllm_refit.py $${MODEL:-$$($(SMOLLM2))} -n 6 --refits 300 --billion
-
-bench-sglang: setup setup-sglang  ## refits of a stock SGLang server; MODEL=DIR, a Hugging Face folder (default SmolLM2)
-	$(SGLANG_ENV) $(SGLANG)/bin/python benchmarks/sglang_refit.py $${MODEL:-$$($(SMOLLM2))} -n 6 --refits 300
 
 soak: setup  ## long runs, by hand
 	$(BIN)/python -m pytest -m 'soak and not vllm and not sglang' $(PYTEST_ARGS)
